@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.errors import Mistake
-from nmjax.nnx.doors import Layer
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.products.fit import slot_refusals
 

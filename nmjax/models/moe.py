@@ -21,8 +21,6 @@ SIZES = {
 class Experts(nnx.Module):
     """A linear layer for every expert. Their kernels are one array, and one grouped product computes all of them.
 
-    Its product is an attribute, as in Flax's own layers.
-
     >>> layer = Experts(2, 4, 3, dtype=None, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((5, 4)), jnp.array([2, 3])).shape
     (5, 3)
@@ -46,7 +44,6 @@ class Experts(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), self.kernel_shape, jnp.float32))
         self.dtype = dtype
         self.promote_dtype = dtypes.promote_dtype
-        self.ragged_dot = lax.ragged_dot
 
     def __call__(
         self, x: Float[Array, "tokens inputs"], sizes: Int[Array, " experts"]
@@ -58,7 +55,7 @@ class Experts(nnx.Module):
           sizes: The number of tokens of each expert.
         """
         x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
-        return self.ragged_dot(x, kernel, sizes)
+        return lax.ragged_dot(x, kernel, sizes)
 
 
 class Balance(nnx.Variable[jax.Array]):

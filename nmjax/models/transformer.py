@@ -91,7 +91,7 @@ class Marker(nnx.Variable[jax.Array]):
 class Scores(nnx.Module):
     """The product of attention's scores and values as a layer, so that rules can prune it.
 
-    The scores are the softmax of the logits. The layer has no parameter. Its product is an attribute, as in nnx.Einsum.
+    The scores are the softmax of the logits. The layer has no parameter.
 
     >>> layer = Scores(heads=2, features=3, dtype=None)
     >>> layer(jnp.ones((1, 2, 4, 5)), jnp.ones((1, 5, 2, 3))).shape
@@ -108,13 +108,12 @@ class Scores(nnx.Module):
         """
         self.heads, self.features, self.dtype = heads, features, dtype
         self.marker = Marker(jnp.zeros((1, 1, 1, 1)))
-        self.einsum_op = jnp.einsum
 
     def __call__(
         self, scores: Float[Array, "batch heads queries keys"], values: Float[Array, "batch keys heads features"]
     ) -> Float[Array, "batch queries heads features"]:
         """Return the sums of the values, weighted by the scores."""
-        return self.einsum_op("bhqk,bkhd->bqhd", scores, values)
+        return jnp.einsum("bhqk,bkhd->bqhd", scores, values)
 
 
 class Attention(nnx.Module):

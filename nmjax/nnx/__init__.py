@@ -24,13 +24,13 @@ from nmjax.nnx.calibration import (
     calibrate as calibrate,
     set_norms as set_norms,
 )
-from nmjax.nnx.declared import door as door
 from nmjax.nnx.delivery import (
     reseed as reseed,
     reset_state as reset_state,
     set_step as set_step,
     sparsify as sparsify,
 )
+from nmjax.nnx.doors import door as door
 from nmjax.nnx.hardening import (
     harden as harden,
     masks as masks,

@@ -11,7 +11,7 @@ from flax import nnx
 from rich.progress import track
 
 from nmjax.nnx.blocks import Call, Rest
-from nmjax.nnx.doors import Layer
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import with_calls
 from nmjax.nnx.taps import Axes, Meter, Tap, axes_of

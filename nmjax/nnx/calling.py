@@ -14,7 +14,7 @@ Path = tuple[Any, ...]
 
 def call_with(
     layer: Any, dense: Any, method: Callable[..., Any], args: Any, options: Any,
-    values: dict[str, Any], rewriter: Rewriter,
+    values: dict[str, Any], rewriter: Rewriter, argument: int | None = None,
 ) -> Any:  # fmt: skip
     """Return what a method returns if a rewriter computes its products with the weights.
 
@@ -29,14 +29,19 @@ def call_with(
       options: Its keyword arguments.
       values: The values of the weights, by their attributes.
       rewriter: What stands in the place of the products with the weights.
+      argument: The number of the argument that is the weight, if the layer has none: its value is among ``values``.
     """
+    if argument is not None:
+        args = (*args[:argument], *args[argument + 1 :])
     whole: Any = (dense, [v for v in jax.tree.leaves((args, options), is_leaf=_is_node) if _is_node(v)])
     graph, state = nnx.split(whole)
     changed: dict[Path, nnx.Variable[Any]] = {}
 
     def call(values: dict[str, Any], *args: Any, **options: Any) -> tuple[Any, list[Any]]:
         copy = nnx.merge(graph, state, copy=True)
-        for name, value in values.items():
+        if argument is not None:
+            args = (*args[:argument], *values.values(), *args[argument:])
+        for name, value in values.items() if argument is None else ():
             getattr(copy[0], name).set_value(value)
         before = {path: v.get_raw_value() for path, v in _variables(copy)}
         nodes = iter(copy[1])

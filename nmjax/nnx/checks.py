@@ -1,7 +1,7 @@
 """Refusals of `sparsify`: layers that cannot follow a recipe, with the rules that leave them dense.
 
 - slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.fit.slot_refusals`)
-- layers with a product of their own, layers that change their kernel or are in nnx.WeightNorm or nnx.SpectralNorm,
+- layers that use their weight otherwise too, or are in nnx.WeightNorm or nnx.SpectralNorm,
   ambiguous stacks, weights whose product is known only in a call, and scores with a rule for weights (`layer_refusal`)
 
 Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe lists all of these.
@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nmjax.analysis.refusals import Use, fitting_all
 from nmjax.core import layer_paths
 from nmjax.core.refusal import Refusal
-from nmjax.nnx.doors import Layer
-from nmjax.nnx.recording import multiplies_another_weight
+from nmjax.nnx.layer import Layer
 from nmjax.products.fit import slot_refusals
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import sites
+from nmjax.programs.parameters import moves
 from nmjax.pruners import identity
 
 NO_LAYERS = (
@@ -111,13 +111,6 @@ def layer_refusal(
       in_norm: True if an nnx.WeightNorm or nnx.SpectralNorm normalises the layer's weight.
     """
     kernel = layer.kernel.get_value()
-    if layer.foreign is not None:
-        return Refusal(f"its {layer.door.name} is the model's own, {layer.foreign}, and would be lost.")
-    if multiplies_another_weight(layer):
-        return Refusal(
-            "its __call__ changes the kernel before the product, so the product would not use the pruned kernel. "
-            "Change the input or the output instead, or leave the layer dense."
-        )
     if in_norm:
         return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
     if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
@@ -189,7 +182,7 @@ def layer_slot_refusals(
         return ()
     kernel = layer.kernel.get_value()
     sharding = getattr(kernel, "sharding", None)
-    if isinstance(sharding, NamedSharding) and not product.steps:
+    if isinstance(sharding, NamedSharding) and not moves(product.steps):
         spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
         one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
         product = product._replace(rhs=jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=one))

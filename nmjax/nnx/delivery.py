@@ -10,10 +10,10 @@ from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nmjax.nnx.checks import NO_LAYERS, check_layers, check_uses, fitted, normalised
-from nmjax.nnx.doors import Layer
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers, read, shape, stacked, value
 from nmjax.nnx.phases import check_phase
-from nmjax.nnx.recording import never_asked, other_uses, with_calls
+from nmjax.nnx.recording import other_uses, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
 from nmjax.nnx.variables import NM, Site, write
 from nmjax.products.sparsity import Sparsity
@@ -84,14 +84,14 @@ def sparsify(
             )
             raise
     else:
-        unused = never_asked(with_doors, recipe)
+        unused = []
     chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in with_doors]
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
     sparse = [(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()]
     paths = [layer.path for layer in with_doors]
     missed.report(wanted(recipe, beyond), "nm.nnx.door", paths, strict, stacklevel=2)
-    _report_unused(unused, bool(inputs or options), paths, strict)
+    _report_unused(unused, paths, strict)
     check_layers(sparse, axes, normalised(model), paths)
     if inputs or options:
         others, idle = other_uses(model, inputs, options), {layer.path for layer in unused}
@@ -117,20 +117,13 @@ def _check_call(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -
         raise TypeError(f"sparsify: the call of {type(model).__name__} refuses these examples: {error}.") from None
 
 
-def _report_unused(unused: list[Layer], called: bool, paths: list[str], strict: bool) -> None:
+def _report_unused(unused: list[Layer], paths: list[str], strict: bool) -> None:
     """Warn of layers that a rule matches and whose product is not used, or refuse them."""
     if not unused:
         return
     gone = [missed.Missed(layer.path, tuple(layer.kernel.shape), type(layer.module).__name__) for layer in unused]
-    if called:
-        lead = "Rules of the recipe match these layers, but the call with these inputs does not use their products:"
-        why = "If the program multiplies by their weights in another way, that product stays dense."
-    else:
-        lead = "Rules of the recipe match these layers, but their classes have a __call__ of their own:"
-        why = (
-            "If it multiplies by the weight in another way than Flax's, the layer is dense. Pass examples of the "
-            "model's inputs, sparsify(model, recipe, x), to see what a call uses."
-        )
+    lead = "Rules of the recipe match these layers, but the call with these inputs does not use their products:"
+    why = "If the program multiplies by their weights in another way, that product stays dense."
     missed.tell(lead, gone, paths, why, strict, stacklevel=3)
 
 
@@ -152,7 +145,7 @@ def put_site(
         return
     stack = axes if axes in layer.stacks else layer.stack
     origin = layer.origin._replace(sparsity=sparsity)
-    site = Site(origin, layer.pruned_product, backend, layer.rank, stack, layer.own_product)
+    site = Site(origin, backend, layer.rank, stack, layer.product)
     layer.put(site)
     made = sites.Site.new(stacked(layer, origin), shape(layer), seed)
     variable = lambda v, state: _variable(layer, sites.stored(v, stack, layer.rank), state)
@@ -208,7 +201,7 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
     >>> nm.nnx.set_step(model, 3)
-    >>> print(model.dot_general.time[...].ravel())
+    >>> print(model.nm_site.time[...].ravel())
     [3 0]
     """
     now = sites.moment(step, micro)
@@ -260,9 +253,9 @@ def reseed(model: Any, seed: Any) -> None:
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
-    >>> before = model.dot_general.words[...]
+    >>> before = model.nm_site.words[...]
     >>> nm.nnx.reseed(model, seed=1)
-    >>> bool((model.dot_general.words[...] == before).any())
+    >>> bool((model.nm_site.words[...] == before).any())
     False
     """
     for layer, site in _with_sites(model):

@@ -1,329 +1,316 @@
-"""Layers that keep their product in an attribute, the door: those of Flax, and two of `nmjax.models`."""
+"""Doors: which classes multiply an input by a weight, those of Flax and those that users declare.
 
-from collections.abc import Callable
+While a layer is sparse, its class is a subclass, also if the class is one that nobody here can edit. The method of the
+subclass traces the method of the layer, and prunes the products with the weight.
+"""
+
+import copyreg
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from nmjax.analysis.patterns import Pattern
 from nmjax.models.moe import Experts
 from nmjax.models.transformer import Scores
+from nmjax.nnx.calling import call_with
 from nmjax.nnx.variables import Site
-from nmjax.products import functions
-from nmjax.products.operations import Conv, Dot, Operation, RaggedDot, einsum_dims, einsum_labels
-from nmjax.products.pruning import Operand
-from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Parameter, Step
-from nmjax.programs.sites import Origin
+from nmjax.programs.rewriting import Product, Rewriter
+
+SITE = "nm_site"
+
 
 Shape = tuple[int, ...]
 
 
-class Door(NamedTuple):
-    """The attribute in which a kind of layer keeps its product.
+@dataclass(frozen=True)
+class Door:
+    """The weights by which layers of a class multiply their input.
 
     Attributes:
-      name: The attribute.
-      plain: The dense function that the layer puts there.
-      product: The pruned product that takes its place.
+      weights: The attributes that hold the weights.
+      alone: True if the door names one weight. A rule then matches the path of the layer.
+      examples: A function (layer, tokens, dtype of the weight) that returns the shapes of the method's arguments; or
+        None, itself or its result, if only a call says them.
+      method: The method that multiplies an input by the weights.
+      shape: A function of a layer that returns the shape of one layer's weight. Then more axes than these are stacks of
+        layers. Without it, a trace of the method tells.
+      argument: The argument of the method that takes the weight's place, if the layer has no weight.
     """
 
-    name: str
-    plain: Callable[..., jax.Array]
-    product: Callable[..., jax.Array]
+    weights: tuple[str, ...]
+    alone: bool
+    examples: Callable[[Any, int, Any], tuple[jax.ShapeDtypeStruct, ...] | None] | None
+    method: str = "__call__"
+    shape: Callable[[Any], Shape] | None = None
+    argument: int | None = None
+
+    def attribute(self, weight: str) -> str:
+        """Return the attribute of a layer that holds the site of a weight."""
+        return SITE if self.alone else f"{SITE}_{weight}"
 
 
-DOORS: dict[type, Door] = {
-    nnx.Linear: Door("dot_general", lax.dot_general, functions.dot_general),
-    nnx.LinearGeneral: Door("dot_general", lax.dot_general, functions.dot_general),
-    nnx.Einsum: Door("einsum_op", jnp.einsum, functions.einsum),
-    nnx.Conv: Door("conv_general_dilated", lax.conv_general_dilated, functions.conv_general_dilated),
-    Experts: Door("ragged_dot", lax.ragged_dot, functions.ragged_dot),
-    Scores: Door("einsum_op", jnp.einsum, functions.einsum),
+def _one(
+    input: Callable[[Any], Sequence[int] | None], layer: Any, tokens: int, dtype: Any
+) -> tuple[jax.ShapeDtypeStruct, ...] | None:  # fmt: skip
+    """Return `Door.examples` of a method that takes one array."""
+    given = input(layer)
+    if given is None:
+        return None
+    return (jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in map(operator.index, given)), dtype),)
+
+
+def _linear(m: nnx.Linear) -> Shape:
+    return (1, -1, m.in_features)  # positions of one sequence, because pruners may use spatial axes
+
+
+def _general(m: nnx.LinearGeneral) -> Shape:
+    rank = len(m.batch_axis) + 2 + len(m.in_features)
+    sizes = {axis % rank: size for axis, size in m.batch_axis.items()}
+    sizes |= dict(zip((axis % rank for axis in m.axis), m.in_features, strict=True))
+    free = [axis for axis in range(rank) if axis not in sizes]
+    sizes |= {free[0]: 1, free[1]: -1}
+    return tuple(sizes[axis] for axis in range(rank))
+
+
+def _conv(m: nnx.Conv) -> Shape:
+    """Return an image of the kernel's size for each token."""
+    size, dilation = m.kernel_size, m.kernel_dilation
+    dilation = dilation if isinstance(dilation, Sequence) else (dilation,) * len(size)
+    return (-1, *((k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)), m.in_features)
+
+
+def _einsum(m: nnx.Einsum) -> Shape | None:
+    if m.einsum_str is None:
+        return None
+    inputs, kernel = m.einsum_str.replace(" ", "").partition("->")[0].split(",")
+    sizes = dict(zip(kernel, m.kernel_shape, strict=True))
+    return tuple(sizes.get(label, -1) for label in inputs.replace("...", "."))
+
+
+def _experts(m: Experts, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    experts, inputs, _ = m.kernel_shape
+    return jax.ShapeDtypeStruct((tokens, inputs), dtype), jax.ShapeDtypeStruct((experts,), jnp.int32)
+
+
+def _scores(m: Scores, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shapes = (1, m.heads, tokens, tokens), (1, tokens, m.heads, m.features)
+    scores, values = (jax.ShapeDtypeStruct(shape, m.dtype or jnp.float32) for shape in shapes)
+    return scores, values
+
+
+def _kernel(examples: Callable[..., Any], shape: Callable[[Any], Shape]) -> Door:
+    return Door(("kernel",), True, examples, shape=shape)
+
+
+FLAX: dict[type, Door] = {
+    nnx.Linear: _kernel(partial(_one, _linear), lambda m: (m.in_features, m.out_features)),
+    nnx.LinearGeneral: _kernel(
+        partial(_one, _general), lambda m: (*m.batch_axis.values(), *m.in_features, *m.out_features)
+    ),
+    nnx.Einsum: _kernel(partial(_one, _einsum), lambda m: tuple(m.kernel_shape)),
+    nnx.Conv: _kernel(partial(_one, _conv), lambda m: tuple(m.kernel_shape)),
+    Experts: _kernel(_experts, lambda m: tuple(m.kernel_shape)),
+    Scores: Door(("marker",), True, _scores, shape=lambda m: (1,) * 4, argument=1),  # its values
 }
+"""The doors of layers of Flax and of `nmjax.models`."""
+
+DECLARED: dict[type | str, tuple[Door, ...]] = {}
+"""The doors that users declared, by class or by "module:Class"."""
 
 
-class Example(NamedTuple):
-    """An operation, the shapes of its operands, and the way from the weight to its operand.
+def door(
+    kind: type | str, weight: str | tuple[str, ...], *, input: Callable[[Any], Sequence[int]] | None = None,
+    method: str = "__call__",
+) -> None:  # fmt: skip
+    """Declare that layers of a class multiply an input by a weight, so that `sparsify` can prune the product.
 
-    Attributes:
-      op: The operation.
-      lhs: The shape of the input.
-      rhs: The shape of the operand that is made of the weight.
-      steps: The changes of layout that make it. Flax's layers have none: they give the promoted kernel.
+    The class is not changed. Declare it once, before `sparsify` or `plan`. The product is found by tracing the method:
+    a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the weight as an operand, perhaps in another dtype
+    or with its axes in another order.
+
+    Args:
+      kind: The class, a subclass of `flax.nnx.Module`; or a text "package.module:Class", which imports nothing.
+      weight: The attribute that holds the weight, an `nnx.Param`. Rules match the path of the layer. If the layer has
+        several weights, pass a tuple of their names: rules then match "path/name".
+      input: A function of a layer that returns the shape of an input of its method. -1 in it stands for the tokens.
+        Without it, or if the method takes more than one array, pass examples of the model's inputs to `sparsify`.
+      method: The name of the method.
+
+    Raises:
+      TypeError: ``kind`` is not a subclass of `flax.nnx.Module`, the class refuses to have a subclass, or another
+        argument is of the wrong type.
+      ValueError: ``kind`` is a text of another form, the class has no such method, the weight has a door already, or
+        the class has a door for another single weight.
+
+    >>> import jax.numpy as jnp, nmjax as nm
+    >>> class Projection(nnx.Module):
+    ...     def __init__(self, features, rngs):
+    ...         self.w = nnx.Param(jax.random.normal(rngs.params(), (features, features)))
+    ...     def __call__(self, x):
+    ...         return jnp.einsum("bi,oi->bo", x, self.w[...])
+    >>> nm.nnx.door(Projection, weight="w", input=lambda layer: (-1, layer.w.shape[1]))
+    >>> model = nm.nnx.sparsify(Projection(8, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
+    >>> nm.nnx.patterns(model)
+    {'w': 2:4 along axis 1}
     """
-
-    op: Operation
-    lhs: jax.ShapeDtypeStruct
-    rhs: jax.ShapeDtypeStruct
-    steps: tuple[Step, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer that has a door.
-
-    Attributes:
-      path: Its path in the model, such as "blocks/0/mlp/up".
-      module: The layer: an nnx.Linear, LinearGeneral, Einsum or Conv, or the experts of `nmjax.models.MoE`.
-      door: Its door.
-      called: The product that a call asked it for. Needed only if the layer itself does not say which.
-      weight_name: The attribute of the module that holds the weight.
-    """
-
-    path: str
-    module: Any
-    door: Door
-    called: Example | None = None
-    weight_name: str = "kernel"
-
-    @property
-    def has_weight(self) -> bool:
-        """True if an operand of the product is a weight."""
-        return True
-
-    @property
-    def kernel(self) -> Any:
-        """The variable of the weight."""
-        return getattr(self.module, self.weight_name)
-
-    @property
-    def kernel_path(self) -> str:
-        """The path of the weight."""
-        return f"{self.path}/kernel".lstrip("/")
-
-    @property
-    def inside(self) -> Any:
-        """The content of the door: the product of Flax, one of the model itself, or what `put` put there."""
-        return getattr(self.module, self.door.name)
-
-    def put(self, product: nnx.Module | None) -> None:
-        """Put a product into the door. None is Flax's own."""
-        inside = nnx.static(self.door.plain) if product is None else nnx.data(product)
-        setattr(self.module, self.door.name, inside)
-
-    @property
-    def site(self) -> Site | None:
-        """The site that `sparsify` put into the door; None if the layer is dense."""
-        return self.inside if isinstance(self.inside, Site) else None
-
-    @property
-    def plain(self) -> Callable[..., jax.Array] | None:
-        """The dense product of the layer: the model's own if it has one, else Flax's."""
-        make = getattr(self.module, "dot_general_cls", None)
-        if make is not None:
-            return lambda *operands, **options: make()(*operands, **options)
-        return self.door.plain if self.site is not None or self.inside is None else self.inside
-
-    @property
-    def pruned_product(self) -> Callable[..., jax.Array] | None:
-        """The pruned product that takes the place of Flax's; None if the door was declared."""
-        return self.door.product
-
-    @property
-    def foreign(self) -> str | None:
-        """The name of the model's own product, which a site would replace; None if the product is Flax's."""
-        own = self.inside not in (None, self.door.plain) and self.site is None
-        if not own and not getattr(self.module, "dot_general_cls", None):
-            return None
-        return getattr(self.inside, "__qualname__", type(self.inside).__name__)
-
-    @property
-    def hardened(self) -> Pattern | None:
-        """The pattern that `harden` gave the weight; None if it ended dense, or was not hardened."""
-        return getattr(self.module, "hardened", None)
-
-    def harden(self, pattern: Pattern | None) -> None:
-        """Write down the pattern of the hardened weight."""
-        self.module.hardened = nnx.static(pattern)
-
-    @property
-    def other_readers(self) -> list[str]:
-        """The methods of a class with a declared door that name the weight beside the method of the door."""
-        return []
-
-    @property
-    def mask(self) -> Any:
-        """The mask that a convolution of Flax multiplies its kernel by, or None."""
-        return getattr(self.module, "mask", None) if isinstance(self.module, nnx.Conv) else None
-
-    def drop_mask(self) -> None:
-        """Drop the mask of a convolution, after `weight` was written into the kernel."""
-        if self.mask is not None:
-            self.module.mask = None
-
-    @property
-    def sparsity(self) -> Sparsity:
-        """The sparsity of the layer; all slots are empty if it is dense."""
-        return Sparsity() if self.site is None else self.site.sparsity
-
-    @property
-    def declared(self) -> Shape:
-        """The shape of one layer's kernel, as the layer was declared."""
-        m = self.module
-        if isinstance(m, nnx.Linear):
-            return (m.in_features, m.out_features)
-        if isinstance(m, nnx.LinearGeneral):
-            return (*m.batch_axis.values(), *m.in_features, *m.out_features)
-        return tuple(m.kernel_shape)
-
-    @property
-    def stacks(self) -> list[tuple[int, ...]]:
-        """The axes of the kernel that may stack layers: without them it has the declared shape. Leading axes first."""
-        shape, declared = tuple(self.kernel.shape), self.declared
-        ways = combinations(range(len(shape)), max(0, len(shape) - len(declared)))
-        fitting = [way for way in ways if tuple(n for a, n in enumerate(shape) if a not in way) == declared]
-        if not fitting:
-            raise ValueError(
-                f"{self.path or 'the model'}: the kernel has shape {shape}, which is not {declared}, the shape that "
-                f"the layer declares, nor a stack of such kernels. Give the layer a kernel of shape {declared}."
-            )
-        return fitting
-
-    def stacked(self, axes: tuple[int, ...] | None) -> "Layer":
-        """Return the layer with these stacking axes; or itself, if it finds them or if they do not fit."""
-        del axes  # `stacks` lists every way that fits the declared shape
-        return self
-
-    @property
-    def rank(self) -> int:
-        """The number of axes of one layer's kernel."""
-        return len(self.declared)
-
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """The axes of the kernel that stack layers."""
-        at_site = None if self.site is None else self.site.stack
-        return at_site if at_site in self.stacks else self.stacks[0]  # inside a scan, one layer is no stack
-
-    def example(self, tokens: int) -> Example | None:
-        """Return one layer's product on so many tokens; None if only a call says which product it is.
-
-        The tokens of a linear layer are positions of one sequence, because pruners may use spatial axes.
-        """
-        m, shape, dtype = self.module, self.declared, self.dtype
-        if isinstance(m, nnx.Linear):
-            op, lhs = _dot((((2,), (0,)), ((), ()))), (1, tokens, shape[0])
-        elif isinstance(m, nnx.LinearGeneral):
-            op, lhs = _linear_general(m, shape, tokens)
-        elif isinstance(m, nnx.Conv):
-            op, lhs = _conv(m, shape, tokens)
-        elif isinstance(m, Experts):
-            op, lhs = RaggedDot(None, None), (tokens, shape[1])
-        elif m.einsum_str is None:
-            return self.called
-        else:
-            op, lhs = _einsum(m.einsum_str, shape, tokens)
-        return Example(op, jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(shape, dtype))
-
-    @property
-    def product(self) -> Example | None:
-        """One layer's product; None if only a call says which product it is."""
-        if self.site is not None and self.site.example is not None:
-            return self.site.example
-        return self.example(1)
-
-    @property
-    def own_product(self) -> Example | None:
-        """The product, for a site to remember, if the layer itself does not say it."""
-        return self.called or (None if self.site is None else self.site.example)
-
-    @property
-    def why_unknown(self) -> str:
-        """The reason why the product is unknown before a call, and the remedy."""
-        return (
-            "its einsum_str comes with the call. Give it to the constructor, or pass examples of the model's inputs: "
-            "sparsify(model, recipe, x)."
+    name = kind if isinstance(kind, str) else getattr(kind, "__qualname__", repr(kind))
+    if isinstance(kind, str):
+        if not all(part and not part.isspace() for part in kind.split(":")) or kind.count(":") != 1:
+            raise ValueError(f"nm.nnx.door takes a class or a text 'package.module:Class', got {kind!r}.")
+    elif not (isinstance(kind, type) and issubclass(kind, nnx.Module)):
+        raise TypeError(
+            f"nm.nnx.door takes a class of flax.nnx, got {kind!r}. For classes of flax.linen use nm.linen.door."
         )
-
-    @property
-    def operand(self) -> Operand | None:
-        """The roles of the axes of the weight's operand; None if only a call says which product it is."""
-        product = self.product
-        return None if product is None else product.op.operands(product.lhs.ndim, product.rhs.ndim)["fwd_rhs"]
-
-    @property
-    def steps(self) -> Parameter:
-        """The way from the weight, as `weight` returns it, to the operand of its product; the same for layers alike."""
-        product = self.product
-        return Parameter("", () if product is None else product.steps)
-
-    @property
-    def origin(self) -> Origin:
-        """The weight of one layer, and what its products prune."""
-        operand = self.operand or Operand((), (), ())  # if only a call says it, no weight is pruned
-        return Origin(self.steps._replace(path=self.path), operand, self.sparsity)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype that the layer computes in, if its inputs do not widen it."""
-        kernel = self.kernel
-        return jax.eval_shape(self._promoted, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)).dtype
-
-    def weight(self) -> jax.Array:
-        """Return the kernel as the product gets it; of a declared layer, as `steps` takes it."""
-        kernel = self.kernel[...]
-        return self._promoted(kernel if self.mask is None else kernel * self.mask)
-
-    def _promoted(self, kernel: jax.Array) -> jax.Array:
-        return self.module.promote_dtype((kernel, kernel, None), dtype=self.module.dtype)[1]
-
-
-class ScoresLayer(Layer):
-    """The product of attention's scores and values. No operand is a weight; the variable `marker` takes its place."""
-
-    @property
-    def has_weight(self) -> bool:
-        return False
-
-    @property
-    def declared(self) -> Shape:
-        return (1,) * 4
-
-    @property
-    def stacks(self) -> list[tuple[int, ...]]:
-        return [tuple(range(self.kernel.ndim - 4))]
-
-    @property
-    def dtype(self) -> Any:
-        return jnp.dtype(self.module.dtype or jnp.float32)
-
-    def example(self, tokens: int) -> Example:
-        m = self.module
-        op = _dot(einsum_dims("bhqk,bkhd->bqhd", 4, 4)[0])
-        scores, values = (1, m.heads, tokens, tokens), (1, tokens, m.heads, m.features)
-        return Example(op, jax.ShapeDtypeStruct(scores, self.dtype), jax.ShapeDtypeStruct(values, self.dtype))
+    elif not callable(getattr(kind, method, None)):
+        raise ValueError(f"nm.nnx.door({name}, method={method!r}): the class has no such method.")
+    if kind in FLAX:
+        raise ValueError(f"nm.nnx.door({name}): this class has a door already. Declare a door for a subclass.")
+    weights = (weight,) if isinstance(weight, str) else tuple(weight) if isinstance(weight, (tuple, list)) else ()
+    if not weights or not all(isinstance(one, str) and one for one in weights):
+        raise TypeError(f"nm.nnx.door({name}): weight is an attribute's name, or a tuple of names, got {weight!r}.")
+    if input is not None and not callable(input):
+        raise TypeError(
+            f"nm.nnx.door({name}): input is a function of a layer that returns a shape, got {input!r}. Write "
+            f"input=lambda layer: {input!r}."
+        )
+    mine = Door(weights, isinstance(weight, str), None if input is None else partial(_one, input), method)
+    others = [one for one in _doors_of(kind) if (one.weights, one.method) != (mine.weights, method)]
+    for one in others:
+        twice = [w for w in weights if w in one.weights]
+        if twice:
+            raise ValueError(
+                f"nm.nnx.door({name}, weight={twice[0]!r}, method={method!r}): this parameter has a door already, by "
+                f"method={one.method!r}. A parameter has one door."
+            )
+        if one.alone and mine.alone:
+            names = f'"{one.weights[0]}", "{weights[0]}"'
+            raise ValueError(
+                f"nm.nnx.door({name}, weight={weight!r}): this class has a door for {one.weights[0]!r}, and rules "
+                f"could not tell the two weights apart. Declare both as a tuple, such as weight=({names})."
+            )
+    if isinstance(kind, type):
+        sparse_class(kind, (method,))  # a class that refuses a subclass is refused here
+    kept = [one for one in DECLARED.get(kind, ()) if one in others]
+    DECLARED[kind] = (*kept, mine)
 
 
-def _dot(dims: Any) -> Dot:
-    return Dot(dims, None, None, None)
+def _text(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _linear_general(m: nnx.LinearGeneral, shape: Shape, tokens: int) -> tuple[Operation, Shape]:
-    """Return the operation of a LinearGeneral, and the shape of its input."""
-    batch, inward = len(m.batch_axis), len(m.in_features)
-    batches, contracted = tuple(range(batch)), tuple(range(batch, batch + inward))
-    dims = ((tuple(a + 2 for a in contracted), contracted), (batches, batches))
-    return _dot(dims), (*shape[:batch], 1, tokens, *shape[batch : batch + inward])
+def _doors_of(kind: type | str) -> list[Door]:
+    """Return the doors of a class, those that were declared by its name included."""
+    names = [one for one in DECLARED if (_text(one) if isinstance(one, type) else one) == kind]
+    if isinstance(kind, type):
+        names = [_text(kind), kind]
+    return list({(one.weights, one.method): one for name in names for one in DECLARED.get(name, ())}.values())
 
 
-def _einsum(spec: str, shape: Shape, tokens: int) -> tuple[Operation, Shape]:
-    """Return the operation of an einsum, and the shape of its input."""
-    rank = len(spec.split(",")[0].replace("...", "."))
-    labels, kernel, _ = einsum_labels(spec, rank, len(shape))
-    sizes = dict(zip(kernel, shape, strict=True))
-    return _dot(einsum_dims(spec, rank, len(shape))[0]), tuple(sizes.get(c, tokens) for c in labels)
+def doors_of(module: Any) -> list[Door]:
+    """Return the doors of a module: those of the nearest class that has some."""
+    for kind in type(module).__mro__:
+        if kind in DECLARED or _text(kind) in DECLARED:
+            return _doors_of(kind)
+        if kind in FLAX:
+            return [FLAX[kind]]
+    return []
 
 
-def _conv(m: nnx.Conv, shape: Shape, tokens: int) -> tuple[Operation, Shape]:
-    """Return the operation of a convolution, and the shape of its input: an image of the kernel's size per token."""
-    ndim = len(shape)
-    images, kernels = (0, ndim - 1, *range(1, ndim - 1)), (ndim - 1, ndim - 2, *range(ndim - 2))
-    numbers, once = lax.ConvDimensionNumbers(images, kernels, images), (1,) * (ndim - 2)
-    op = Conv(once, "SAME", None, None, numbers, m.feature_group_count, 1, None, None, None)
-    return op, (tokens, *shape[:-2], m.in_features)
+# ---- the class of a sparse layer ----
+
+
+def dense_class(kind: type) -> type:
+    """Return the class that a layer had before it was sparse."""
+    return kind.__dict__.get("_nm_dense", kind)
+
+
+@cache
+def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
+    """Return a subclass of a class. Its methods use the sites of a layer for the products of the weights."""
+    members: dict[str, Any] = {name: _pruned_method(kind, name) for name in methods}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    members |= {"_nm_dense": kind, "_nm_methods": methods}
+    try:
+        pytree = getattr(kind, "_pytree__is_pytree", True)
+        options: dict[str, Any] = {} if pytree else {"pytree": False}  # a subclass does not inherit this option
+        return _picklable(type(kind))(kind.__name__, (kind,), members, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"nm.nnx.door({kind.__qualname__}): a sparse layer is of a subclass, and the class refuses one: {error}. "
+            "Give its __init_subclass__ defaults, or use nm.transform."
+        ) from error
+
+
+@cache
+def _picklable(meta: type) -> type:
+    """Return a metaclass. `pickle` cannot find its classes by name, so it makes them again with `sparse_class`."""
+    made = type(meta.__name__, (meta,), {})
+    own = lambda kind: "_nm_dense" in vars(kind)  # a subclass of a sparse class is found by its name
+    copyreg.pickle(
+        made, lambda kind: (sparse_class, (kind._nm_dense, kind._nm_methods)) if own(kind) else kind.__qualname__
+    )
+    return made
+
+
+def without_sites(module: Any) -> Any:
+    """Return a shallow copy of a layer, as it was before it was sparse, and without the mask that `masked` applies."""
+    plain = object.__new__(dense_class(type(module)))
+    vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
+    nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
+    object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
+    if mask_of(module) is not None:
+        plain.mask = None
+    return plain
+
+
+def mask_of(module: Any) -> Any:
+    """Return the mask that a convolution of Flax multiplies its kernel by, or None."""
+    return getattr(module, "mask", None) if isinstance(module, nnx.Conv) else None
+
+
+def weight_of(module: Any, name: str) -> jax.Array:
+    """Return a weight of a layer, times its mask if it has one."""
+    weight, mask = getattr(module, name)[...], mask_of(module)
+    return weight if mask is None else weight * mask
+
+
+def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
+    plain = getattr(kind, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        doors = [one for one in doors_of(self) if one.method == name]
+        inside = {w: vars(self).get(one.attribute(w)) for one in doors for w in one.weights}
+        sites = {weight: site for weight, site in inside.items() if site is not None}
+        if not sites:
+            return plain(self, *args, **options)
+        argument = doors[0].argument
+        values = {w: weight_of(self, w) if argument is None else args[argument] for w in sites}
+        for weight, site in sites.items():
+            if isinstance(site, Site):
+                site.check_one_layer(getattr(self, weight).shape)
+        multiplied: set[str] = set()
+        others: dict[str, list[str]] = {}
+        seen = lambda parameter, name: others.setdefault(parameter.path, []).append(name)
+
+        def compute(product: Product, x: Any, w: Any, _: Any) -> Any:
+            multiplied.add(product.parameter.path)
+            return sites[product.parameter.path].multiply(product, x, w)
+
+        dense = without_sites(self)
+        y = call_with(self, dense, plain, args, options, values, Rewriter(compute, seen), argument)
+        for weight, site in sites.items():
+            if isinstance(site, Site) and (weight not in multiplied or weight in others):
+                does = f"uses it in {others[weight][0]} too" if weight in others else "multiplies no input by it"
+                raise ValueError(
+                    f"{site.name}: a door names {weight!r}, of shape {values[weight].shape}, and in this call "
+                    f"{kind.__name__}.{name} {does}. A door needs a weight that is an operand of products alone."
+                )
+        return y
+
+    method.__name__, method.__doc__ = name, plain.__doc__
+    return method

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
 from nmjax.nnx.checks import check_uses
 from nmjax.nnx.delivery import put_site
-from nmjax.nnx.doors import Layer
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import back, layers, read, shape, stacked, value
 from nmjax.nnx.recording import other_uses
 from nmjax.nnx.variables import write

@@ -7,10 +7,8 @@ import jax
 from flax import nnx
 
 from nmjax.core import layer_paths
-from nmjax.models.transformer import Scores
-from nmjax.nnx.declared import declared_doors
-from nmjax.nnx.doors import DOORS, Layer, ScoresLayer
-from nmjax.nnx.found import DeclaredLayer, Uses
+from nmjax.nnx.doors import doors_of
+from nmjax.nnx.layer import Layer, Uses
 from nmjax.programs import sites
 from nmjax.programs.parameters import Parameter, Step
 
@@ -34,27 +32,19 @@ def layers(model: Any) -> Iterator[Layer]:
 
 
 def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:
-    declared = declared_doors(module)
-    if declared is None:
-        door = next(door for kind, door in DOORS.items() if isinstance(module, kind))
-        if isinstance(module, Scores):
-            return [ScoresLayer(path, module, door, weight_name="marker")]
-        return [Layer(path, module, door)]
-    for one in declared:
+    doors = doors_of(module)
+    for one in doors:
         if not callable(getattr(module, one.method, None)):
             kind = type(module).__name__
             raise ValueError(
                 f"{path or 'the model'}: nm.nnx.door({kind}, method={one.method!r}): the class has no such method."
             )
     return [
-        DeclaredLayer(
-            path if one.alone else f"{path}/{name}".lstrip("/"), module,
-            declaration=one, weight_name=name, traced=traced,
-        )
-        for one in declared
+        Layer(path if one.alone else f"{path}/{name}".lstrip("/"), module, one, name, traced)
+        for one in doors
         for name in one.weights
         if getattr(module, name, ...) is not None
-    ]  # fmt: skip
+    ]
 
 
 def read(layer: Layer) -> sites.Site:

@@ -20,8 +20,8 @@ from nmjax.nnx.between import modules_of
 from nmjax.nnx.blocks import Blocks, blocks_of
 from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
-from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden_without_warning
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import back, layers, stacked, value
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write

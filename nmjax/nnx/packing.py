@@ -9,7 +9,7 @@ from flax import nnx
 
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import target
-from nmjax.nnx.doors import DOORS, Example, Layer
+from nmjax.nnx.layer import Example, Layer
 from nmjax.nnx.layers import layers, read, value
 from nmjax.nnx.recording import products_of_call
 from nmjax.nnx.variables import NM, Site
@@ -17,14 +17,12 @@ from nmjax.products.forms import Form, FormKey
 from nmjax.products.weights import packed_weight
 from nmjax.programs.sites import context
 
-FLAX_CALLS = {kind.__call__ for kind in DOORS}
-
 
 def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Form]]:
     """Return the weights in the forms in which kernels take them, for several calls of a model.
 
     The forms hold for the weights, the step and the masks of now. Left out are weights that are drawn again at every
-    call, and layers whose own ``__call__`` may change the weight.
+    call.
 
     Args:
       model: A sparse model.
@@ -47,10 +45,9 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
     if all(layer.site is None or isinstance(target(layer.site.backend), Refusal) for layer in layers(model)):
         return by_path
     for layer, products in products_of_call(model, *inputs, **options):
-        # Forms have ranks of their own, so only leading axes can stack them as they stack the kernel. A layer's own
-        # __call__ may give its door another weight than the one packed here.
+        # Forms have ranks of their own, so only leading axes can stack them as they stack the kernel.
         leading = layer.stack == tuple(range(len(layer.stack)))
-        if layer.site is None or not leading or type(layer.module).__call__ not in FLAX_CALLS:
+        if layer.site is None or not leading:
             continue
         with jax.named_scope(layer.site.name):
             forms = _forms(layer, layer.site, products)

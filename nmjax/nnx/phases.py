@@ -39,7 +39,7 @@ def phase(model: Model, step: int | None) -> Model:
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.plan(model).phases
     (700,)
-    >>> nm.nnx.phase(model, 700).dot_general.now
+    >>> nm.nnx.phase(model, 700).nm_site.now
     fwd_rhs=ste(mse(2,4))
     """
     step = None if step is None else _known_step(step)

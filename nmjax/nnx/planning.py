@@ -13,7 +13,7 @@ from nmjax.analysis.refusals import Use
 from nmjax.analysis.savings import speed_of
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.checks import NO_LAYERS, check_uses, fitted, layer_refusal, layer_slot_refusals, normalised
-from nmjax.nnx.doors import Layer
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import Notes, other_uses, recording, traced, with_calls
 from nmjax.nnx.unreached import rule_paths, stack_of, unreached, wanted

@@ -1,6 +1,6 @@
 """The products of each layer in a call of a model. The call is traced on shapes, so no value is computed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
@@ -11,9 +11,8 @@ from flax import nnx
 from jax.extend import core
 
 from nmjax.analysis import scopes
-from nmjax.nnx.doors import DOORS, Example, Layer
+from nmjax.nnx.layer import Example, Layer, MisfitError
 from nmjax.nnx.layers import layers
-from nmjax.products import functions, operations
 from nmjax.products.pruning import shape_of
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import uses
@@ -51,49 +50,21 @@ class Notes(list[Example]):
 
 
 class Recorder(nnx.Module):
-    """Stands in a layer's door, notes the products that it is asked for, and computes them densely.
+    """Stands in the place of a layer's product, notes what it is asked for, and computes it densely.
 
-    It computes in a scope of `nmjax.analysis.scopes`, so that their FLOPs can be found in the program. The product of a
-    layer that stays dense may be the model's own: it is computed as it is, and not noted.
+    It computes in a scope of `nmjax.analysis.scopes`, so that its FLOPs can be found in the program.
     """
 
     def __init__(self, layer: Layer, number: int, notes: Notes, noted: bool) -> None:
-        self.plain = layer.plain
-        self.product = layer.pruned_product
         self.number, self.notes, self.noted = number, nnx.static(notes), noted
 
-    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        self.notes.ask()
-        if self.noted:
-            assert self.product is not None
-            self.notes.append(example_of(self.product, operands, options))
-        assert self.plain is not None
-        with scopes.of_layer(self.number):
-            return self.plain(*operands, **options)
-
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Note the product that the method of a declared layer asks for, and return it."""
+        """Note the product that the layer's method asks for, and return it."""
         self.notes.ask()
         if self.noted:
             self.notes.append(Example(product.op, shape_of(x), shape_of(w), product.parameter.steps))
         with scopes.of_layer(self.number):
             return product.op(x, w, *product.extra)
-
-
-def example_of(product: Callable[..., Any], operands: Sequence[Any], options: Mapping[str, Any]) -> Example:
-    """Return the operation that a call of a product asks for."""
-    if product is functions.einsum:
-        spec, lhs, rhs = operands
-        lhs, rhs = jax.eval_shape(lambda x, w: operations.einsum_operands(spec, x, w), lhs, rhs)
-        op = operations.as_dot(lhs, rhs, operations.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
-    elif product is functions.ragged_dot:
-        lhs, rhs, _ = operands
-        op = operations.as_ragged_dot(*operands, **options)
-    else:
-        lhs, rhs, *rest = operands
-        make: Callable[..., Any] = operations.as_dot if product is functions.dot_general else operations.as_conv
-        op = make(lhs, rhs, *rest, **{name: value for name, value in options.items() if name != "out_sharding"})
-    return Example(op, shape_of(lhs), shape_of(rhs))
 
 
 def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
@@ -114,8 +85,6 @@ def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
         notes.append(Notes())
         notes[-1].clock, notes[-1].places = clock, set()
         layer.put(Recorder(layer, number, notes[-1], noted[number]))
-        if getattr(layer.module, "dot_general_cls", None) is not None:
-            layer.module.dot_general_cls = None  # it would come before the recorder
     return copy, notes
 
 
@@ -167,7 +136,7 @@ def with_calls(
     completed = list(with_doors)
     products, used = _products(model, asked, inputs, options)
     for i, noted in enumerate(products):
-        if len({(one.op.operands(one.lhs.ndim, one.rhs.ndim)["fwd_rhs"], one.steps) for one in noted}) > 1:
+        if len({(one.operand, one.steps) for one in noted}) > 1:
             raise ValueError(
                 f"{with_doors[i].path}: the call asks for products that take the weight, of shape "
                 f"{with_doors[i].kernel.shape}, along different axes, so it has no single pattern. Use nm.transform, "
@@ -206,95 +175,10 @@ def order_of_calls(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]
     return sorted(asked, key=asked.__getitem__)
 
 
-def never_asked(with_doors: list[Layer], recipe: Recipe) -> list[Layer]:
-    """Return the layers of the recipe whose own ``__call__``, in place of Flax's, may not ask for their product.
-
-    Such a layer is called alone, on an input of the shape that a layer of Flax takes. A layer that cannot be called
-    so is among them.
-    """
-    found: list[Layer] = []
-    for layer in with_doors:
-        if _has_own_call(layer) and recipe(layer.path) != Sparsity() and not _asks(layer):
-            found.append(layer)
-    return found
-
-
-def _has_own_call(layer: Layer) -> bool:
-    """Return whether a layer of Flax has a ``__call__`` of its own."""
-    kind = next((kind for kind in DOORS if isinstance(layer.module, kind)), None)
-    return kind is not None and _owner(type(layer.module)).__module__.split(".")[0] not in ("flax", "nmjax")
-
-
-def _owner(kind: type) -> type:
-    """Return the class that defines the call of a class."""
-    return next(one for one in kind.__mro__ if "__call__" in vars(one))
-
-
-def _asks(layer: Layer) -> bool:
-    for axes in (0, 1):  # an input of a sequence, or of a token
-        try:
-            example = layer.example(tokens=1)
-            assert example is not None
-            x = jax.ShapeDtypeStruct(example.lhs.shape[axes:], example.lhs.dtype)
-            return all(_products(layer.module, [False], (x,), {})[1])
-        except Exception:  # of code that we do not know
-            continue
-    return False
-
-
 def _says_product(layer: Layer) -> bool:
     try:
         return layer.product is not None
+    except MisfitError:  # the call may say it
+        return False
     except ValueError:  # it is refused when a recipe asks for it
         return True
-
-
-LAYOUT = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")
-LAYOUT += ("name", "optimization_barrier", "reshard", "sharding_constraint")  # they change no value
-
-
-def multiplies_another_weight(layer: Layer) -> bool:
-    """Return whether the own ``__call__`` of a Flax layer changes the kernel before the product.
-
-    The layer is called alone, on shapes. A layer that cannot be called so, such as one of a stack, is not checked.
-    """
-    if not _has_own_call(layer) or layer.mask is not None:
-        return False
-    for axes in (0, 1):  # as in `_asks`
-        try:
-            example = layer.example(tokens=1)
-            assert example is not None
-            program = _way_to_the_door(layer, jax.ShapeDtypeStruct(example.lhs.shape[axes:], example.lhs.dtype))
-        except Exception:  # of code that we do not know
-            continue
-        needed = {v for v in program.outvars if isinstance(v, core.Var)}
-        for equation in reversed(program.eqns):
-            if needed & set(equation.outvars):
-                if equation.primitive.name not in LAYOUT:
-                    return True
-                needed |= {v for v in equation.invars if isinstance(v, core.Var)}
-        return bool(needed & set(program.invars[1:]))
-    return False
-
-
-def _way_to_the_door(layer: Layer, x: jax.ShapeDtypeStruct) -> core.Jaxpr:
-    """Return the program from the kernel, its first argument, and all other arrays to the weight that the door gets."""
-    plain, name = layer.plain, layer.door.name
-    assert plain is not None
-    graph, kernel, rest = nnx.split(layer.module, lambda path, _: tuple(path) == (layer.weight_name,), ...)
-
-    def weights(kernel: Any, rest: Any, x: jax.Array) -> list[jax.Array]:
-        seen: list[jax.Array] = []
-
-        def door(*operands: Any, **options: Any) -> jax.Array:
-            seen.append([v for v in operands if isinstance(v, jax.Array)][1])
-            return plain(*operands, **options)
-
-        copy = nnx.merge(graph, kernel, rest)
-        setattr(copy, name, nnx.static(door))
-        if getattr(copy, "dot_general_cls", None) is not None:
-            copy.dot_general_cls = None
-        copy(x)
-        return seen
-
-    return jax.make_jaxpr(weights)(kernel, rest, x).jaxpr

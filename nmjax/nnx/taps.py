@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from nmjax.nnx.doors import Layer
-from nmjax.nnx.recording import example_of
+from nmjax.nnx.layer import Layer
 from nmjax.products.operations import Conv, Dot, Operation, RaggedDot
 from nmjax.programs.rewriting import Product
 
@@ -70,7 +69,7 @@ class Meter(nnx.Module):
           axes: Its axes.
           moments: True for second moments, False for sums of squares.
         """
-        self.plain, self.product, self.name = layer.plain, layer.pruned_product, layer.path
+        self.name = layer.path
         self.site = layer.site  # it computes the product of a sparse layer
         features = math.prod(shape[a] for a in axes.features)
         lead = (*stack, *(shape[a] for a in axes.batch))
@@ -79,18 +78,8 @@ class Meter(nnx.Module):
         self.tap = Tap(jnp.zeros((*lead, features, features) if moments else (*lead, features)))
         self.tokens = Tap(jnp.zeros((*lead, 1)))
 
-    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        product = self.plain if self.site is None else self.site
-        assert self.product is not None
-        assert product is not None
-        example = example_of(self.product, operands, options)
-        at = 1 if isinstance(operands[0], str) else 0
-        extra = operands[at + 2 : at + 3] if isinstance(example.op, RaggedDot) else ()
-        x = self._tapped(operands[at], example.op, example.rhs.shape, extra)
-        return product(*operands[:at], x, *operands[at + 1 :], **options)
-
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Return the product of a declared layer."""
+        """Return the product, and record its input."""
         x = self._tapped(x, product.op, w.shape, product.extra)
         return product.op(x, w, *product.extra) if self.site is None else self.site.multiply(product, x, w)
 

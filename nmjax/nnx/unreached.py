@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from nmjax.nnx.doors import Layer
+from nmjax.nnx.layer import Layer
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.missed import Missed
 from nmjax.recipes.table import Recipe

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
+from jax import lax
 
 from nmjax.core.context import Ctx
-from nmjax.products import functions, rule
+from nmjax.products import rule
 from nmjax.products.activated import activated_dot
 from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import Form, FormKey
@@ -39,11 +40,11 @@ class NM(nnx.Variable[jax.Array]):
 
 
 class Site(nnx.Module):
-    """A pruned product. It replaces the plain product in an attribute of a Flax layer, such as ``dot_general``.
+    """The pruned product of a layer, in its attribute ``nm_site``.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
-    >>> model.dot_general
+    >>> model.nm_site
     Site(
       fwd_rhs=ste(mse(2,4))
     )
@@ -52,7 +53,6 @@ class Site(nnx.Module):
     def __init__(
         self,
         origin: Origin,
-        product: Callable[..., jax.Array] | None,
         backend: str,
         rank: int,
         stack: tuple[int, ...],
@@ -62,15 +62,14 @@ class Site(nnx.Module):
 
         Args:
           origin: The weight of one layer.
-          product: The product, one of `nmjax.products.functions`; None if the layer's door was declared.
           backend: The backend, as in `Recipe`.
           rank: The number of axes of one layer's kernel.
           stack: The axes of the kernel that stack layers.
-          example: The `Example` of the layer's product, if the layer itself does not say which it is.
+          example: The `Example` of the layer's product; None if only a call says which it is.
         """
         self.origin, self.example = nnx.static(origin), nnx.static(example)
         self.phase: int | None = None  # the first step of the phase that `nmjax.nnx.phase` has set
-        self.product, self.backend = product, backend
+        self.backend = backend
         self.rank, self.stack = rank, stack
         self.words: NM | None = None
         self.time: NM | None = None
@@ -79,19 +78,10 @@ class Site(nnx.Module):
         self.ranks: tuple[int, ...] = ()  # the rank of each part of the state before padding
         self.packed: Any = None  # the weight's forms for kernels, inside `packed`
 
-    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        """Return the pruned product of the operands."""
-        assert self.product is not None
-        self.check_one_layer(operands[2 if self.product is functions.einsum else 1].shape)
-        with jax.named_scope(self.name):
-            return self.product(
-                *operands, sparsity=self.now, ctx=self.ctx(), backend=self.backend, name=self.name,
-                packed=self.forms(), **options,
-            )  # fmt: skip
-
     def activated(self, activation: Callable[[jax.Array], jax.Array], layer: Any, x: jax.Array) -> jax.Array:
-        """Return ``activation(layer(x))``, for `nmjax.fused`. ``layer`` has this site as its ``dot_general``."""
-        if type(layer) is not nnx.Linear:
+        """Return ``activation(layer(x))``, for `nmjax.fused`. ``layer`` is a layer with this site."""
+        linear = vars(type(layer)).get("_nm_dense") is nnx.Linear and layer.dot_general is lax.dot_general
+        if not linear:
             return activation(layer(x))
         kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
         x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
@@ -104,7 +94,7 @@ class Site(nnx.Module):
             )  # fmt: skip
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Return the pruned product of an operand and the weight, in the method of a declared layer."""
+        """Return the pruned product of an operand and the weight, as a layer's method asks for it."""
         refusal = product.refusal(w)
         if refusal is not None:
             raise ValueError(f"{self.name}: {refusal}. Take the derivative outside the method that the door names.")
@@ -120,7 +110,15 @@ class Site(nnx.Module):
             )
         with jax.named_scope(self.name):
             return rule.bilinear(
-                product.op, x, w, self.now, self.ctx(), self.backend, name=self.name, extra=product.extra
+                product.op,
+                x,
+                w,
+                self.now,
+                self.ctx(),
+                self.backend,
+                name=self.name,
+                extra=product.extra,
+                packed=self.forms(),
             )
 
     def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, None, None]:

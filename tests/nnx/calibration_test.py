@@ -680,11 +680,11 @@ def test_norms_survive_the_beginning_of_a_stage(text):
     found = nm.nnx.calibrate(model, [x])
     model = nm.nnx.sparsify(model, nm.Recipe({".*": f"fwd_rhs={text}"}))
     nm.nnx.set_norms(model, found)
-    (norms,) = (v for v in jax.tree.leaves(model.dot_general.arrays(())[2]) if v.size == 8)
+    (norms,) = (v for v in jax.tree.leaves(model.nm_site.arrays(())[2]) if v.size == 8)
     assert float(jnp.max(norms)) > 2
     for step in (4, 5, 6, 7):
         nm.nnx.set_step(model, step)
-        (now,) = (v for v in jax.tree.leaves(model.dot_general.arrays(())[2]) if v.size == 8)
+        (now,) = (v for v in jax.tree.leaves(model.nm_site.arrays(())[2]) if v.size == 8)
         np.testing.assert_array_equal(now, norms)
     assert len(nm.nnx.scales(model)) == ("soft" in text)  # norms are no scale
 

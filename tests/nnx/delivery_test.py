@@ -157,7 +157,7 @@ def single(cells, axis, i, text, seed=1):
     cell = Cell(nnx.Rngs(0))
     cell.linear.kernel[...] = jnp.take(cells.linear.kernel[...], i, axis)
     nm.nnx.sparsify(cell, recipe(text), seed=seed)
-    site = cell.linear.dot_general
+    site = cell.linear.nm_site
     if site.words is not None:
         site.words[...] = sites.site_words(seed, "linear", (3,))[i].reshape(2, 1)
     return cell
@@ -215,7 +215,7 @@ def test_a_scanned_stack_is_its_layers(axis, text, remat):
 
 def test_layers_of_a_stack_draw_apart_and_hold_apart():
     cells = stack(0, "s_ste(2,4); dlhs_rhs=hold(mse(2,4))")
-    site = cells.linear.dot_general
+    site = cells.linear.nm_site
     assert len({tuple(np.ravel(w)) for w in np.asarray(site.words[...])}) == 3
     for i, w in enumerate(cells.linear.kernel[...]):
         own = nm.soft(2, 4).init(w, 0)
@@ -239,7 +239,7 @@ def test_two_stacks_deep():
     make = lambda rngs: Cell(rngs)
     cells = nnx.vmap(nnx.vmap(make))(nnx.Rngs(0).split((2, 3)))
     nm.nnx.sparsify(cells, recipe("s_ste(2,4)"))
-    words = np.asarray(cells.linear.dot_general.words[...]).reshape(6, 2)
+    words = np.asarray(cells.linear.nm_site.words[...]).reshape(6, 2)
     assert len(np.unique(words, axis=0)) == 6
     np.testing.assert_array_equal(words, sites.site_words(0, "linear", (2, 3)).reshape(6, 2))
     assert nm.nnx.scales(cells)["linear"].shape == (2, 3)
@@ -290,7 +290,7 @@ def test_noise_is_a_function_of_seed_step_and_micro_step():
 def test_two_layers_of_one_shape_draw_apart():
     model = nnx.Dict(a=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), b=nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
     nm.nnx.sparsify(model, recipe("mvue(2,4)"))
-    assert not np.array_equal(model.a.dot_general.words[...], model.b.dot_general.words[...])
+    assert not np.array_equal(model.a.nm_site.words[...], model.b.nm_site.words[...])
 
 
 def test_a_compiled_step_stays_valid_when_seed_step_or_state_are_set_outside_of_it():
@@ -361,7 +361,7 @@ def test_held_masks_change_when_they_should():
             for layer in (model.layers[0], model.layers[2]):
                 layer.kernel[...] = layer.kernel[...] + whole(100 + s, 16, 16) * float(m == 0)
             step(model, s, m)
-            seen.append(np.asarray(model.layers[0].dot_general.state["fwd_rhs"][...]))
+            seen.append(np.asarray(model.layers[0].nm_site.state["fwd_rhs"][...]))
             if s % 3 == 0:
                 np.testing.assert_array_equal(seen[-1], nm.groups.top(model.layers[0].kernel[...], 0, 2, 4))
     changed = [i // 2 for i in range(1, len(seen)) if not np.array_equal(seen[i], seen[i - 1])]
@@ -445,13 +445,13 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
           state=float32[1, 1]
         )"""
     ).strip()
-    assert repr(model.up.dot_general) == str(model.up.dot_general) == site
+    assert repr(model.up.nm_site) == str(model.up.nm_site) == site
     assert f"dot_general={textwrap.indent(site, '    ').strip()}," in repr(model)
-    assert repr(nnx.merge(*nnx.split(model)).up.dot_general) == site
+    assert repr(nnx.merge(*nnx.split(model)).up.nm_site) == site
     abstract = nnx.eval_shape(lambda: nnx.clone(model))
-    assert repr(abstract.up.dot_general) == site
+    assert repr(abstract.up.nm_site) == site
     counted = jax.tree.map(lambda v: v.size, model)  # a tree of other values than arrays prints too
-    assert repr(counted.up.dot_general) == re.sub(r"(words|time)=.*,", r"\1=2,", site).replace("float32[1, 1]", "1")
+    assert repr(counted.up.nm_site) == re.sub(r"(words|time)=.*,", r"\1=2,", site).replace("float32[1, 1]", "1")
 
 
 def test_sparsified_twice_is_the_second():

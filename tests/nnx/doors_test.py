@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import nmjax as nm
 from nmjax.analysis.patterns import violations
-from nmjax.nnx import declared
+from nmjax.nnx import doors
 from nmjax.programs import sites
 from tests.nnx.delivery_test import METHODS, exact, recipe, whole
 
@@ -702,7 +702,7 @@ def test_a_door_by_name_whose_method_the_class_does_not_have():
             lambda: nm.nnx.sparsify(kind(16, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)")), None
         )
     finally:
-        declared.DECLARED.pop(f"{kind.__module__}:{kind.__qualname__}")
+        doors.DECLARED.pop(f"{kind.__module__}:{kind.__qualname__}")
 
 
 def test_a_door_by_name_and_one_by_class_are_one():
@@ -711,12 +711,12 @@ def test_a_door_by_name_and_one_by_class_are_one():
     try:
         nm.nnx.door(text, weight="w", input=lambda layer: (-1, 16))
         nm.nnx.door(kind, weight="w", input=lambda layer: (1, -1, 16))  # declared again
-        assert len(declared.declared_doors(kind(16, 8, rngs=nnx.Rngs(0)))) == 1
+        assert len(doors.doors_of(kind(16, 8, rngs=nnx.Rngs(0)))) == 1
         for again in (kind, text):
             with pytest.raises(ValueError, match="rules could not tell the two weights apart"):
                 nm.nnx.door(again, weight="b", input=lambda layer: (-1, 16))
     finally:
-        declared.DECLARED.pop(text)
+        doors.DECLARED.pop(text)
 
 
 # ---- layers whose product no call uses ----
@@ -754,7 +754,7 @@ def test_layers_that_the_call_does_not_use_are_told():
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
         model = nm.nnx.sparsify(Reads(nnx.Rngs(0)), recipe("ste(2,4)"), X)
     assert caught[0].filename == __file__
-    assert model.called.dot_general is not None
+    assert model.called.nm_site is not None
     without = nm.Recipe({"read": "dense", ".*": "ste(2,4)"})
     nm.nnx.sparsify(Reads(nnx.Rngs(0)), without, X, strict=True)
 

@@ -45,7 +45,7 @@ def exact(model):
 def sparse(model, text):
     """Make a model sparse, with scales of 1 for S-STE, so that whole numbers stay whole."""
     nm.nnx.sparsify(model, nm.Recipe(((".*", text),)), seed=3)
-    for layer in (model.up.dot_general, getattr(model.down, "dot_general", None) or model.down.einsum_op):
+    for layer in (model.up.nm_site, model.down.nm_site):
         for variable in layer.variables:
             if variable.dtype == jnp.float32:
                 variable.set_value(jnp.ones_like(variable[...]))
@@ -102,7 +102,7 @@ def test_a_mesh_trains_as_one_device_does(text, layout, kind):
     with jax.set_mesh(mesh):
         model = sparse(placed(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), mesh, LAYOUTS[layout]), text)
         if "hold" in text:  # a mask lies as its weight does: it is not whole on every device
-            mask = model.up.dot_general.state["fwd_rhs"]
+            mask = model.up.nm_site.state["fwd_rhs"]
             assert mask.sharding.is_equivalent_to(model.up.kernel.sharding, 2)
         result = steps(model, jax.device_put(x, NamedSharding(mesh, P("d", None))))
     check_alike(result, expected)

@@ -95,9 +95,9 @@ class Head(Table):
 
 
 def test_a_tied_table_with_a_declared_door_is_refused(monkeypatch):
-    from nmjax.nnx import declared
+    from nmjax.nnx import doors
 
-    monkeypatch.setattr(declared, "DECLARED", dict(declared.DECLARED))
+    monkeypatch.setattr(doors, "DECLARED", dict(doors.DECLARED))
     nm.nnx.door(nnx.Embed, weight="embedding", method="attend", input=lambda layer: (-1, 8))
     tokens = jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match="embed: gather takes embedding of shape"):

@@ -3,7 +3,7 @@
 Their calls take more than one array, or a sharding. So `sparsify` needs examples of the model's inputs.
 """
 
-from nmjax.nnx.declared import door
+from nmjax.nnx.doors import door
 
 door("bonsai.models.llada.modeling:ShardedLinear", weight="kernel")
 door("bonsai.models.qwen3_vl.modeling:ShardedLinear", weight="kernel")

@@ -1,6 +1,6 @@
 """MaxText: its `DenseGeneral`, and the `Einsum` of its vision models. Tried on maxtext 0.2.5."""
 
-from nmjax.nnx.declared import door
+from nmjax.nnx.doors import door
 
 # It contracts the last axes of its input.
 door(

@@ -5,7 +5,7 @@ Its embedding is a table of rows, and also the head where the two are tied: such
 
 from typing import Any
 
-from nmjax.nnx.declared import door
+from nmjax.nnx.doors import door
 
 MODELS = ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
 
