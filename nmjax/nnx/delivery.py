@@ -91,8 +91,8 @@ def sparsify(
     sparse = [(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()]
     paths = [layer.path for layer in with_doors]
     missed.report(wanted(recipe, beyond), "nm.nnx.door", paths, strict, stacklevel=2)
-    _report_unused(unused, paths, strict)
     check_layers(sparse, axes, normalised(model), paths)
+    _report_unused(unused, paths, strict)
     if inputs or options:
         others, idle = other_uses(model, inputs, options), {layer.path for layer in unused}
         check_uses([row for row in sparse if row[0].path not in idle], others)

@@ -55,12 +55,10 @@ class Door:
 
 
 def _one(
-    input: Callable[[Any], Sequence[int] | None], layer: Any, tokens: int, dtype: Any
-) -> tuple[jax.ShapeDtypeStruct, ...] | None:  # fmt: skip
+    input: Callable[[Any], Sequence[int]], layer: Any, tokens: int, dtype: Any
+) -> tuple[jax.ShapeDtypeStruct, ...]:  # fmt: skip
     """Return `Door.examples` of a method that takes one array."""
     given = input(layer)
-    if given is None:
-        return None
     return (jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in map(operator.index, given)), dtype),)
 
 
@@ -84,9 +82,7 @@ def _conv(m: nnx.Conv) -> Shape:
     return (-1, *((k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)), m.in_features)
 
 
-def _einsum(m: nnx.Einsum) -> Shape | None:
-    if m.einsum_str is None:
-        return None
+def _einsum(m: nnx.Einsum) -> Shape:
     inputs, kernel = m.einsum_str.replace(" ", "").partition("->")[0].split(",")
     sizes = dict(zip(kernel, m.kernel_shape, strict=True))
     return tuple(sizes.get(label, -1) for label in inputs.replace("...", "."))
@@ -112,7 +108,9 @@ FLAX: dict[type, Door] = {
     nnx.LinearGeneral: _kernel(
         partial(_one, _general), lambda m: (*m.batch_axis.values(), *m.in_features, *m.out_features)
     ),
-    nnx.Einsum: _kernel(partial(_one, _einsum), lambda m: tuple(m.kernel_shape)),
+    nnx.Einsum: _kernel(
+        lambda m, *rest: None if m.einsum_str is None else _one(_einsum, m, *rest), lambda m: tuple(m.kernel_shape)
+    ),
     nnx.Conv: _kernel(partial(_one, _conv), lambda m: tuple(m.kernel_shape)),
     Experts: _kernel(_experts, lambda m: tuple(m.kernel_shape)),
     Scores: Door(("marker",), True, _scores, shape=lambda m: (1,) * 4, argument=1),  # its values
@@ -299,7 +297,7 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
 
         def compute(product: Product, x: Any, w: Any, _: Any) -> Any:
             multiplied.add(product.parameter.path)
-            return sites[product.parameter.path].multiply(product, x, w)
+            return sites[product.parameter.path]._multiply(product, x, w)
 
         dense = without_sites(self)
         y = call_with(self, dense, plain, args, options, values, Rewriter(compute, seen), argument)

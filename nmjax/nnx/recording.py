@@ -58,7 +58,7 @@ class Recorder(nnx.Module):
     def __init__(self, layer: Layer, number: int, notes: Notes, noted: bool) -> None:
         self.number, self.notes, self.noted = number, nnx.static(notes), noted
 
-    def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
+    def _multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Note the product that the layer's method asks for, and return it."""
         self.notes.ask()
         if self.noted:

@@ -78,10 +78,10 @@ class Meter(nnx.Module):
         self.tap = Tap(jnp.zeros((*lead, features, features) if moments else (*lead, features)))
         self.tokens = Tap(jnp.zeros((*lead, 1)))
 
-    def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
+    def _multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return the product, and record its input."""
         x = self._tapped(x, product.op, w.shape, product.extra)
-        return product.op(x, w, *product.extra) if self.site is None else self.site.multiply(product, x, w)
+        return product.op(x, w, *product.extra) if self.site is None else self.site._multiply(product, x, w)
 
     def _tapped(self, x: jax.Array, op: Any, shape: tuple[int, ...], extra: tuple[Any, ...]) -> jax.Array:
         if self.tap[...].ndim != self.rank:

@@ -93,7 +93,7 @@ class Site(nnx.Module):
                 backend=self.backend, name=self.name, packed=self.forms(),
             )  # fmt: skip
 
-    def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
+    def _multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return the pruned product of an operand and the weight, as a layer's method asks for it."""
         refusal = product.refusal(w)
         if refusal is not None:
