@@ -151,7 +151,10 @@ class Layer:
         return vars(self.module).get(self.door.attribute(self.weight_name))
 
     def put(self, product: nnx.Module | None) -> None:
-        """Put something in the place of the product: a module with ``_multiply``, which `nnx.tabulate` does not list. None is the product itself."""
+        """Put something in the place of the product; None is the product itself.
+
+        It is a module with a method ``_multiply``, whose name keeps it out of `nnx.tabulate`.
+        """
         if product is not None:
             setattr(self.module, self.door.attribute(self.weight_name), nnx.data(product))
             methods = tuple(dict.fromkeys(one.method for one in doors_of(self.module)))
