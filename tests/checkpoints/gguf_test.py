@@ -83,7 +83,7 @@ def test_plain_numbers(tmp_path, coding, dtype):
 
 def test_many_blocks_are_decoded_in_parts(tmp_path, monkeypatch):
     golden = np.load(GOLDEN / "gguf.npz")
-    monkeypatch.setattr("nmjax.checkpoints.gguf.PART", 1)
+    monkeypatch.setattr("nmjax.checkpoints.gguf.PART", 256)
     blocks = np.tile(golden["Q6_K"], (5, 1))
     file = Gguf(write(tmp_path / "a.gguf", {}, {"w": ("Q6_K", (30, 256), blocks.tobytes())}))
     assert np.array_equal(file["w"], np.tile(golden["Q6_K decoded"], (5, 1)))

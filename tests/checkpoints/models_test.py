@@ -13,7 +13,6 @@ from flax import nnx
 
 import nmjax as nm
 from nmjax.checkpoints import CheckpointError, Family, Rename, Table, load, read, save, write
-from nmjax.checkpoints.models import Blocks
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file())
@@ -297,28 +296,3 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path):
     assert found == {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
     save(source, load(source), like=source)  # in place
     assert (source / "model.safetensors").read_bytes() == (GOLDEN / "bert/model.safetensors").read_bytes()
-
-
-class Counted(dict):
-    """A dict that counts how often all its names are asked for."""
-
-    asked = 0
-
-    def __iter__(self):
-        self.asked += 1
-        return super().__iter__()
-
-
-def test_reading_all_blocks_looks_at_the_names_once():
-    """Blocks of a list and of a stack, each by its own path. Other paths are missing, as those of a whole stack."""
-    held = {f"blocks/{i}/kernel": np.full((2, 2), i) for i in range(50)} | {"blocks/scale": np.arange(50)}
-    parameters = Counted(held | {"head/bias": np.ones(4)})
-    found = Blocks(parameters)
-    wanted = {f"blocks/{i}/{name}": of_one * i for name, of_one in (("kernel", 4), ("scale", 1)) for i in range(50)}
-    assert {one: found[one].sum() for one in found} == wanted | {"head/bias": 4}
-    assert (len(found), found.shape("blocks/0/scale"), found.shape("head/bias")) == (101, (), (4,))
-    assert parameters.asked <= 2
-    for missing in ("blocks/scale", "blocks/50/scale", "blocks/-1/scale", "blocks/00/scale", "blocks/x", "other"):
-        assert missing not in found
-        with pytest.raises(KeyError):
-            found[missing]
