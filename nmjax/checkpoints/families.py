@@ -100,14 +100,14 @@ def _prefix(names: Collection[str], prefix: str, marker: str) -> str:
 
 
 def _layers(
-    layers: Mapping[str | tuple[str, ...], str], theirs: str = "", ours: str = "", *,
+    layers: Mapping[Any, str], theirs: str = "", ours: str = "", *,
     axes: tuple[int, ...] | None = (1, 0), bias: bool = True, norm: tuple[str, str] = ("weight", "bias"),
 ) -> tuple[Rename, ...]:  # fmt: skip
     """Return the renames of layers.
 
     Args:
       layers: The names of the layers in the checkpoint by their paths in the model, whose last part says what they are.
-        Several paths are linear layers whose outputs lie one after another.
+        A tuple of paths stands for linear layers whose outputs lie one after another.
       theirs, ours: What the names and the paths begin with.
       axes: The axes of a linear layer. torch keeps [outputs, inputs].
       bias: Whether linear layers and norms have a bias.

@@ -36,7 +36,8 @@ CONTROL, OWN = 3, 4  # types of tokens: of the model, such as <bos>; and added w
 
 def _renamed(source: Gguf) -> dict[str, Tensor]:
     """Return the tensors by the names of transformers."""
-    unknown, found = [], {}
+    unknown: list[str] = []
+    found: dict[str, Tensor] = {}
     for name, tensor in source.tensors.items():
         number = re.search(r"\d+", name)
         theirs, less = NAMES.get(re.sub(r"\d+", "{n}", name, count=1), (None, 0))

@@ -181,7 +181,7 @@ def save(
     if (site := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {site}. Save nm.nnx.harden(model).")
     about, tensors, folder, home = family or _family(like), _read(like), Path(path), _home(like)
-    config = {} if family else _config(like)
+    config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
         {name: v.get_value() for name, v in _by_path(nnx.state(model, nnx.Param)).items() if 0 not in v.shape}
     )
