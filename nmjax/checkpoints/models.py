@@ -134,15 +134,7 @@ def parameters(
 
 
 def check(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors that are not those of the model that a config describes.
-
-    Args:
-      config: The content of ``config.json``.
-      shapes: The shapes of the tensors by name.
-
-    Raises:
-      CheckpointError: Tensors are missing, unexpected, or of another shape; or the model cannot be made.
-    """
+    """Refuse shapes of tensors that are not those of the model that a config describes."""
     try:
         about = family_of(config, shapes)
         wanted = _abstract(partial(about.model, **about.options))
@@ -215,15 +207,9 @@ def save(
 
 
 def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Refuse a folder in which other things would be lost, or in which the checkpoint would lie beside other files.
+    """Refuse a folder in which `save` would lose other things, or in which the checkpoint would lie beside other files.
 
-    Args:
-      path: The folder to write to.
-      like: The checkpoint whose files it would have, as in `save`.
-      overwrite: Whether a checkpoint in the folder is replaced.
-
-    Raises:
-      CheckpointError: It is a file, or has files; or the checkpoint has links to files of other folders.
+    A checkpoint ``like`` with links to files of other folders is refused too.
     """
     source, folder = _read(like), Path(path)
     own = {*map(_file_name, source.files), *([source.index] if source.index else []), "config.json"}
@@ -235,13 +221,7 @@ def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], ove
 def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
     """Refuse a file in the place of a folder, and a folder with files. What a killed process left is taken away first.
 
-    Args:
-      folder: The folder to write to. It may be missing.
-      own: The names of what is written. Only these may be there if they are replaced.
-      overwrite: Whether they are replaced.
-
-    Raises:
-      CheckpointError: It is a file, or has files.
+    If files are replaced, those that are written, ``own``, may be there.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: this is a file. Name a folder.")
@@ -269,9 +249,7 @@ def unhardened(model: Any) -> str | None:
 def write_all(folder: Path, contents: Mapping[str, bytes | Path | tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
     """Write files into a folder. All are replaced together.
 
-    Args:
-      folder: The folder.
-      contents: What each file holds, by its path in the folder: bytes, another file, or tensors and their metadata.
+    A content is bytes, another file, or tensors and their metadata, by the path of the file in the folder.
     """
     with replacing_all(folder, list(contents)) as opened:
         for file, (name, content) in zip(opened, contents.items(), strict=True):
@@ -306,10 +284,8 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
 def _others(like: str | os.PathLike[str]) -> dict[Path, Path]:
     """Return the texts of a checkpoint, such as the config and the tokenizer, by their paths in its folder.
 
-    Files of other kinds, hidden files and links to folders are left out. A file beside a config has no folders.
-
-    Raises:
-      CheckpointError: A text is a link to a file of another folder, which might be private.
+    Files of other kinds, hidden files and links to folders are left out. A file beside a config has no folders. A link
+    to a file of another folder, which might be private, is refused.
     """
     home = _home(like)
     whole = home.resolve()

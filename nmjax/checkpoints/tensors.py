@@ -182,16 +182,7 @@ def write(
 def write_into(
     file: BinaryIO, path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> None:  # fmt: skip
-    """Write tensors into an open file.
-
-    Args:
-      file: The file.
-      path: Its name in errors.
-      tensors, metadata: As in `write`.
-
-    Raises:
-      CheckpointError, OSError: As `write`.
-    """
+    """Write tensors into an open file, as `write`. Errors name ``path``."""
     header, begin = dict[str, Any](), 0
     if metadata:
         header["__metadata__"] = dict(metadata)
@@ -213,22 +204,22 @@ def write_into(
     text += b" " * (-len(text) % 8)
     try:
         file.write(len(text).to_bytes(8, "little") + text)
-        _write_values(file, path, tensors)
+        for name, value in tensors.items():
+            file.write(_bytes(path, name, value))
     except OSError as error:
         error.filename = str(path)
         raise
 
 
-def _write_values(file: BinaryIO, path: Path, tensors: Mapping[str, Any]) -> None:
-    for name, value in tensors.items():
-        array = np.asarray(value)
-        if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
-            raise CheckpointError(
-                f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
-                f"{array.dtype}."
-            )
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+def _bytes(path: Path, name: str, value: Any) -> Any:
+    array = np.asarray(value)
+    if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
+        raise CheckpointError(
+            f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
+            f"{array.dtype}."
+        )
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
 # ---- which files ----

@@ -12,16 +12,7 @@ SUFFIXES = (".bin", ".pth", ".pt")
 
 
 def read(path: Path) -> Tensors:
-    """Open the tensors of a file of torch.
-
-    Args:
-      path: The file.
-
-    Raises:
-      CheckpointError: torch is missing, its restricted loader refuses the file, or the file has other things than
-        tensors.
-      OSError: The file cannot be read.
-    """
+    """Open a file. It is refused if torch is missing, or if it has other things than tensors."""
     path.open("rb").close()
     try:
         import torch  # pyrefly: ignore[missing-import]

@@ -267,14 +267,14 @@ def test_a_full_disk_changes_no_file(in_place, tmp_path, monkeypatch):
     model.norm.scale[...] += 1
     target = source if in_place else tmp_path / "target"
     before = {file.name: file.read_bytes() for file in target.iterdir()} if in_place else {}
-    values = files._write_values
+    values = files._bytes
 
-    def full(file, path, tensors):
+    def full(path, name, value):
         if path.name.startswith("b-2"):
             raise OSError(28, "No space left on device")
-        values(file, path, tensors)
+        return values(path, name, value)
 
-    monkeypatch.setattr(files, "_write_values", full)
+    monkeypatch.setattr(files, "_bytes", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*b-2.safetensors'"):
         save(target, model, like=source)
     assert {file.name: file.read_bytes() for file in target.glob("*")} == before
