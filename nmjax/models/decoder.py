@@ -83,13 +83,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, epsilon: float, *, offset: float) -> None:
-        """Make the norm.
-
-        Args:
-          width: The number of features.
-          epsilon: The number that is added to the mean square.
-          offset: The number that is added to the scale. Gemma's scales have an offset of 1.
-        """
+        """Make the norm. ``offset`` is added to the scale: Gemma's scales have an offset of 1."""
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32))
         self.epsilon, self.offset = epsilon, offset
 

@@ -42,12 +42,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens inputs"], sizes: Int[Array, " experts"]
     ) -> Float[Array, "tokens outputs"]:
-        """Return the output of each token's expert.
-
-        Args:
-          x: The tokens, sorted by expert.
-          sizes: The number of tokens of each expert.
-        """
+        """Return the output of each token's expert, for tokens sorted by expert and the number of tokens of each."""
         x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
         return self.ragged_dot(x, kernel, sizes)
 
@@ -72,20 +67,11 @@ class Mixture(nnx.Module):
         self, width: int, hidden: int, experts: int, top: int, *, inits: tuple[Initializer, Initializer] = (INIT, INIT),
         rate: float = 1e-3, dtype: DTypeLike | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        """Make the router and the experts.
+        """Make the router, which computes in float32, and the experts. Other arguments are those of `MoE`.
 
         Args:
-          width: The number of features of input and output.
-          hidden: The number of hidden features of an expert.
-          experts: The number of experts.
-          top: The number of experts that a token uses.
           inits: The initializers of the experts' layers *up* and *down*.
           rate: The change of the balance in a call.
-          dtype: The dtype that the experts compute in; None is float32. The router computes in float32.
-          rngs: The random numbers.
-
-        Raises:
-          ValueError: ``top`` is not a number from 1 to ``experts``.
         """
         if not 1 <= top <= experts:
             raise ValueError(f"top is the number of experts that a token uses, from 1 to experts={experts}, got {top}.")

@@ -67,9 +67,6 @@ def check_rate(rate: float) -> None:
 def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Return ``x`` with a share of its values set to 0 and the others scaled up; ``x`` itself without a key.
 
-    Raises:
-      ValueError: The rate is not from 0 to less than 1.
-
     >>> dropped(jnp.ones(8), 0.5, jax.random.key(0))
     Array([0., 0., 2., 2., 0., 2., 2., 0.], dtype=float32)
     """
@@ -249,17 +246,7 @@ def norm(width: int, epsilon: float, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 def repeat(
     make: Callable[[nnx.Rngs], nnx.Module], depth: int, *, scan: bool, rngs: nnx.Rngs
 ) -> Any:  # fmt: skip
-    """Return ``depth`` blocks.
-
-    Args:
-      make: A function that makes a block.
-      depth: The number of blocks.
-      scan: False for a list; True for one block whose parameters have a leading axis.
-      rngs: The random numbers.
-
-    Raises:
-      ValueError: ``depth`` is less than 1.
-    """
+    """Return ``depth`` blocks: a list, or with ``scan`` one block whose parameters have a leading axis."""
     if depth < 1:
         raise ValueError(f"depth is the number of blocks, at least 1, got {depth}.")
     if scan:
@@ -281,9 +268,6 @@ def through(
       remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
       lean: True to compute again only what `nmjax.policies.keep_sparse` does not keep.
       every: True to return ``x`` and the outputs of all blocks, stacked along a leading axis.
-
-    Raises:
-      ValueError: ``remat`` and ``lean`` are both True.
     """
     # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
     # apart from its transpose, so there nothing need keep XLA from merging the two.
