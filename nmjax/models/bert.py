@@ -90,14 +90,7 @@ class BERT(Transformer):
     ) -> Float[Array, "batch classes"]:
         """Return the logits of the classes, in float32.
 
-        Args:
-          tokens: The tokens of each text.
-          mask: True for tokens, False for padding.
-          types: The sentence that each token belongs to: 0 for the first, 1 for the second.
-          key: The key of dropout. Without it there is none.
-
-        Raises:
-          ValueError: The shapes differ, or texts are longer than ``length``.
+        ``types`` is the sentence that each token belongs to: 0 for the first, 1 for the second.
         """
         keys = keys_of(key, 2)
         return self.logits(self._states(tokens, mask, types, keys[0]), keys[1])

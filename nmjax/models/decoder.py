@@ -302,15 +302,7 @@ class Decoder(Transformer):
     def __call__(
         self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
     ) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32.
-
-        Args:
-          tokens: The tokens of each text.
-          mask: True for tokens, False for padding; None if there is none.
-
-        Raises:
-          ValueError: Texts are longer than ``length``, or a shape is not [batch, time].
-        """
+        """Return the logits of every next token, in float32."""
         return self.logits(self._states(tokens, mask))
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:

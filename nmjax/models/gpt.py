@@ -83,15 +83,7 @@ class GPT(Transformer):
     def __call__(
         self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
     ) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32.
-
-        Args:
-          tokens: The tokens of each text.
-          key: The key of dropout. Without it there is none.
-
-        Raises:
-          ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
-        """
+        """Return the logits of every next token, in float32."""
         return self.logits(self._states(tokens, key))
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:

@@ -157,14 +157,7 @@ class MoE(nnx.Module):
         self.length, self.dtype = length, dtype or jnp.float32
 
     def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32.
-
-        Args:
-          tokens: The tokens of each text.
-
-        Raises:
-          ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
-        """
+        """Return the logits of every next token, in float32."""
         x = embedded(self, tokens).astype(self.dtype)
         for block in self.blocks:
             x = block(x)

@@ -305,6 +305,10 @@ class Transformer(nnx.Module):
     The signature of a model says which of these arguments it takes. It raises ValueError if sizes do not fit each
     other, ``depth`` is less than 1, or ``dropout`` is not from 0 to less than 1.
 
+    A call takes the tokens of each text, at most ``length``, or images with normalised pixels. ``mask`` is True for
+    tokens and False for padding. ``key`` is the key of dropout; without it there is none. A call raises ValueError if a
+    shape does not fit.
+
     Args:
       vocabulary: The number of tokens.
       length: The greatest number of positions.

@@ -89,15 +89,7 @@ class ViT(Transformer):
     def __call__(
         self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
     ) -> Float[Array, "batch classes"]:
-        """Return the logits of the classes, in float32.
-
-        Args:
-          images: Images with normalised pixels.
-          key: The key of dropout. Without it there is none.
-
-        Raises:
-          ValueError: The shape does not fit.
-        """
+        """Return the logits of the classes, in float32."""
         return self.logits(self._states(images, key))
 
     def logits(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch classes"]:
