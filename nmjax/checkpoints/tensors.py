@@ -74,6 +74,7 @@ class Tensors(Mapping[str, np.ndarray]):
     They come in the order in which the files hold them. Only the parts of a file that are used are read from the disk.
 
     Attributes:
+      tensors: The shape and dtype of each tensor, and a function that returns its values.
       metadata: The metadata of the first file, strings by name, such as {"format": "pt"}.
       texts: The metadata of each file, by the path of the file.
       files: The names of the tensors of each file, by the path of the file.
