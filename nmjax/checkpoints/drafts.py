@@ -33,7 +33,7 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
     taken = next((folder / name for name in names if (folder / name).is_dir()), None)
     if taken is not None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(taken))
-    finish(folder)
+    finish(folder, whole=len(names) > 1)  # a file alone moves no other
     place = folder.resolve()  # a link to a folder stays one
     new = not place.exists()
     draft = _name(place.parent if new else place, place.name)
@@ -69,14 +69,14 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def finish(folder: Path) -> None:
-    """Remove the drafts that killed processes left for a folder. Of a draft that was whole, put all files in place."""
+def finish(folder: Path, whole: bool = True) -> None:
+    """Remove the drafts that killed processes left for a folder. Of those that were whole, put all files in place."""
     place = folder.resolve()
     for draft in _dead(place, place.name):
-        if draft.suffix == ".whole":
-            _move(draft, place)
-        else:
+        if draft.suffix == ".draft":
             shutil.rmtree(draft, ignore_errors=True)
+        elif whole:
+            _move(draft, place)
     for draft in _dead(place.parent, place.name):
         shutil.rmtree(draft, ignore_errors=True)
 
