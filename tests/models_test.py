@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import nmjax as nm
-from nmjax.models import BERT, GPT, ResNet, ViT, bert, generate, gpt, resnet, vit
+from nmjax.models import BERT, GPT, ResNet, ViT, bert, generate, gpt, resnet, transformer, vit
 from nmjax.models.resnet import Block as Residual
 from nmjax.models.transformer import Attention, Block
 
@@ -263,6 +263,13 @@ def test_kinds_of_blocks():
     for name, exact in (("vit", True), ("gpt", False), ("bert", True)):
         expected = jax.nn.gelu(x, approximate=not exact)
         np.testing.assert_allclose(kinds[name].mlp.activation(x), expected, atol=1e-6)
+
+
+def test_every_dropout_of_every_block_has_a_key_of_its_own(monkeypatch):
+    keys, plain = [], transformer.dropped
+    monkeypatch.setattr(transformer, "dropped", lambda x, rate, key: keys.append(key) or plain(x, rate, key))
+    MAKE["gpt"](dropout=0.1)(TOKENS, jax.random.key(0))
+    assert len({tuple(np.ravel(jax.random.key_data(key)).tolist()) for key in keys}) == len(keys) == 1 + 2 * 4
 
 
 def test_the_future_of_a_text_is_not_seen():

@@ -145,7 +145,7 @@ READERS = {
         in_full(checkpoints.read), CHECKPOINT,
     ),
     "GGUF": Reader("a", lambda path: write_gguf(path, {"a": [1, 2], "b": "c"}, GGUF), in_full(gguf.Gguf), CHECKPOINT),
-    "torch": Reader("a.bin", lambda path: path.write_bytes(b"\x80\x02}q\x00."), torch_files.TorchTensors, CHECKPOINT),
+    "torch": Reader("a.bin", lambda path: path.write_bytes(b"\x80\x02}q\x00."), torch_files.read, CHECKPOINT),
 }  # fmt: skip
 
 

@@ -16,23 +16,11 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a draft beside a file. If nothing fails, it replaces the file once it is on the disk."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    _remove(_dead(path.parent, path.name))
-    draft = _name(path.parent, path.name)
-    try:
-        with draft.open("xb") as file, _locked(draft):
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(draft, path)
-    except OSError as error:
-        if error.filename in (None, str(draft)):  # a full disk names no file
-            error.filename = str(path)
-        raise
-    finally:
-        draft.unlink(missing_ok=True)
+    """Open a draft of a file. If nothing fails, it replaces the file once it is on the disk."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with replacing_all(path.parent, [path.name]) as (file,):
+        yield file
 
 
 @contextmanager
@@ -45,11 +33,11 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
     taken = next((folder / name for name in names if (folder / name).is_dir()), None)
     if taken is not None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(taken))
-    finish(folder)
+    finish(folder, whole=len(names) > 1)  # a file alone moves no other
     place = folder.resolve()  # a link to a folder stays one
     new = not place.exists()
     draft = _name(place.parent if new else place, place.name)
-    path = folder
+    path = folder / names[0] if len(names) == 1 else folder
     try:
         draft.mkdir(parents=True)
         with _locked(draft):
@@ -67,6 +55,8 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
                     os.fsync(file.fileno())
             if new:
                 os.rename(draft, place)
+            elif len(names) == 1:
+                os.replace(draft / names[0], place / names[0])
             else:
                 whole = draft.with_suffix(".whole")
                 os.rename(draft, whole)
@@ -79,22 +69,16 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def finish(folder: Path) -> None:
-    """Remove the drafts that killed processes left for a folder. Of a draft that was whole, put all files in place.
-
-    Args:
-      folder: The folder. It may be missing.
-
-    Raises:
-      OSError: A file cannot be moved.
-    """
+def finish(folder: Path, whole: bool = True) -> None:
+    """Remove the drafts that killed processes left for a folder. Of those that were whole, put all files in place."""
     place = folder.resolve()
     for draft in _dead(place, place.name):
-        if draft.suffix == ".whole":
+        if draft.suffix == ".draft":
+            shutil.rmtree(draft, ignore_errors=True)
+        elif whole:
             _move(draft, place)
-        else:
-            _remove([draft])
-    _remove(_dead(place.parent, place.name))
+    for draft in _dead(place.parent, place.name):
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _move(whole: Path, folder: Path) -> None:
@@ -118,25 +102,16 @@ def _name(place: Path, name: str) -> Path:
 
 
 def _dead(place: Path, name: str) -> Iterator[Path]:
-    """Yield the drafts of a file or a folder whose processes do not live, each while it is locked."""
+    """Yield the drafts of a folder whose processes do not live, each while it is locked."""
     form = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.(draft|whole)")
     try:
         paths = sorted(place.iterdir())
     except OSError:  # it is missing, or may not be listed
         return
     for path in paths:
-        if form.fullmatch(path.name) and not path.is_symlink() and (path.is_dir() or path.is_file()):
+        if form.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
             with suppress(OSError, ImportError), _locked(path, strict=True):
                 yield path
-
-
-def _remove(drafts: Sequence[Path] | Iterator[Path]) -> None:
-    for draft in drafts:
-        if draft.is_dir():
-            shutil.rmtree(draft, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                draft.unlink()
 
 
 @contextmanager

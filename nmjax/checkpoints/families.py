@@ -5,7 +5,6 @@ The names and the configs are those of Hugging Face's transformers, and those of
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -65,10 +64,8 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     _refuse(config, quantization_config=())
     family = FAMILIES[kind](config, names)
     for name, value in family.options.items():
-        if name in WHOLE and not (type(value) is int and 0 < value < 1 << 31):
-            raise CheckpointError(f"config.json gives {name}={value!r}, which is not a whole number above 0.")
-        if name in POSITIVE and not (isinstance(value, int | float) and 0 < value < float("inf")):
-            raise CheckpointError(f"config.json gives {name}={value!r}, which is not a number above 0.")
+        if name in (*WHOLE, *POSITIVE):
+            _number(f"gives {name}", value, whole=name in WHOLE)
     if family.options["depth"] > len(names):
         raise CheckpointError(
             f"config.json gives depth={family.options['depth']:,}, but the checkpoint has only {len(names):,} tensors."
@@ -82,7 +79,19 @@ WHOLE = (
 POSITIVE = ("epsilon", "query_scale")
 
 
-# ---- parts of tables ----
+QKV = ("query", "key", "value")
+SIZES = {
+    "width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "hidden": "intermediate_size",
+}  # fmt: skip
+TEXT = {"vocabulary": "vocab_size", "length": "max_position_embeddings"}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "gelu": exact_gelu,
+}
+
+
+# ---- parts of tables and configs ----
 
 
 def _prefix(names: Collection[str], prefix: str, marker: str) -> str:
@@ -90,14 +99,36 @@ def _prefix(names: Collection[str], prefix: str, marker: str) -> str:
     return prefix if prefix + marker in names else ""
 
 
-def _linear(theirs: str, ours: str, bias: bool = True) -> tuple[Rename, ...]:
-    """Return the renames of a linear layer of torch, which keeps [outputs, inputs]."""
-    weight = Rename(f"{theirs}.weight", f"{ours}/kernel", (1, 0))
-    return (weight, Rename(f"{theirs}.bias", f"{ours}/bias")) if bias else (weight,)
+def _layers(
+    layers: Mapping[Any, str], theirs: str = "", ours: str = "", *,
+    axes: tuple[int, ...] | None = (1, 0), bias: bool = True, norm: tuple[str, str] = ("weight", "bias"),
+) -> tuple[Rename, ...]:  # fmt: skip
+    """Return the renames of layers.
 
-
-def _layer_norm(theirs: str, ours: str, parts: tuple[str, str] = ("weight", "bias")) -> tuple[Rename, ...]:
-    return Rename(f"{theirs}.{parts[0]}", f"{ours}/scale"), Rename(f"{theirs}.{parts[1]}", f"{ours}/bias")
+    Args:
+      layers: The names of the layers in the checkpoint by their paths in the model, whose last part says what they are.
+        A tuple of paths stands for linear layers whose outputs lie one after another.
+      theirs, ours: What the names and the paths begin with.
+      axes: The axes of a linear layer. torch keeps [outputs, inputs].
+      bias: Whether linear layers and norms have a bias.
+      norm: The names of the scale and the bias of a norm.
+    """
+    found: list[Rename] = []
+    for paths, name in layers.items():
+        parts = (paths,) if isinstance(paths, str) else paths
+        last = parts[0].rpartition("/")[2]
+        weight, offset = ("weight", "bias")
+        if last in ("tokens", "positions", "types"):
+            kind, own = "embedding", None
+        elif "norm" in last:
+            kind, own, (weight, offset) = "scale", None, norm
+        else:
+            kind, own = "kernel", (2, 3, 1, 0) if last == "patches" else axes
+        path = lambda leaf, parts=parts: tuple(f"{ours}{one}/{leaf}" for one in parts)
+        found.append(Rename(f"{theirs}{name}.{weight}", path(kind), own, along=int(len(parts) > 1)))
+        if bias and kind != "embedding":
+            found.append(Rename(f"{theirs}{name}.{offset}", path("bias")))
+    return tuple(found)
 
 
 def _refuse(config: Config, **allowed: Any) -> None:
@@ -115,30 +146,22 @@ def _field(config: Config, name: str) -> Any:
     return config[name]
 
 
-def _whole(config: Config, name: str) -> int:
-    value = _field(config, name)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"config.json has {name}={value!r}, which is not a whole number above 0.")
+def _number(what: str, value: Any, whole: bool) -> Any:
+    """Return a number above 0. Refuse what is none."""
+    right = type(value) is int and value < 1 << 31 if whole else isinstance(value, int | float) and value < float("inf")
+    if not right or not value > 0:
+        raise CheckpointError(f"config.json {what}={value!r}, which is not a {'whole ' * whole}number above 0.")
     return value
 
 
-def _positive(config: Config, name: str) -> float:
-    value = _field(config, name)
-    if not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"config.json has {name}={value!r}, which is not a number above 0.")
-    return value
+def _wholes(config: Config, fields: Mapping[str, str]) -> dict[str, int]:
+    """Return whole numbers that a config must have, by the names of the model's arguments."""
+    return {ours: _number(f"has {name}", _field(config, name), whole=True) for ours, name in fields.items()}
 
 
 def _classes(config: Config) -> int:
     """Return the number of classes of a head: of the labels, or 2 as transformers has it."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": jax.nn.gelu,
-    "gelu": exact_gelu,
-}
 
 
 # ---- the kinds ----
@@ -148,31 +171,20 @@ def _bert(config: Config, names: Collection[str]) -> Family:
     _refuse(config, hidden_act="gelu", position_embedding_type="absolute", is_decoder=False)
     p = _prefix(names, "bert.", "embeddings.word_embeddings.weight")
     old = any(name.endswith("LayerNorm.gamma") for name in names)  # the first checkpoints have these names
-    norm = partial(_layer_norm, parts=("gamma", "beta") if old else ("weight", "bias"))
-    theirs, ours = p + "encoder.layer.{n}", "blocks/{n}"
-    renames = (
-        Rename(p + "embeddings.word_embeddings.weight", "tokens/embedding"),
-        Rename(p + "embeddings.position_embeddings.weight", "positions/embedding"),
-        Rename(p + "embeddings.token_type_embeddings.weight", "types/embedding"),
-        *norm(p + "embeddings.LayerNorm", "norm"),
-        *(
-            rename
-            for part in ("query", "key", "value")
-            for rename in _linear(f"{theirs}.attention.self.{part}", f"{ours}/attention/{part}")
-        ),
-        *_linear(f"{theirs}.attention.output.dense", f"{ours}/attention/out"),
-        *norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/norm1"),
-        *_linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up"),
-        *_linear(f"{theirs}.output.dense", f"{ours}/mlp/down"),
-        *norm(f"{theirs}.output.LayerNorm", f"{ours}/norm2"),
-        *_linear(p + "pooler.dense", "pooler"),
-        *_linear("classifier", "head"),
-    )
-    options = {
-        "vocabulary": _field(config, "vocab_size"), "length": _field(config, "max_position_embeddings"),
-        "types": config.get("type_vocab_size", 2), "width": _field(config, "hidden_size"),
-        "depth": _field(config, "num_hidden_layers"), "heads": _field(config, "num_attention_heads"),
-        "hidden": _field(config, "intermediate_size"), "epsilon": config.get("layer_norm_eps", 1e-12),
+    block = {
+        **{f"attention/{one}": f"attention.self.{one}" for one in QKV}, "attention/out": "attention.output.dense",
+        "norm1": "attention.output.LayerNorm", "mlp/up": "intermediate.dense", "mlp/down": "output.dense",
+        "norm2": "output.LayerNorm",
+    }  # fmt: skip
+    others = {
+        "tokens": f"{p}embeddings.word_embeddings", "positions": f"{p}embeddings.position_embeddings",
+        "types": f"{p}embeddings.token_type_embeddings", "norm": f"{p}embeddings.LayerNorm",
+        "pooler": f"{p}pooler.dense", "head": "classifier",
+    }  # fmt: skip
+    norm = ("gamma", "beta") if old else ("weight", "bias")
+    renames = _layers(others, norm=norm) + _layers(block, p + "encoder.layer.{n}.", "blocks/{n}/", norm=norm)
+    options = _wholes(config, TEXT | SIZES) | {
+        "types": config.get("type_vocab_size", 2), "epsilon": config.get("layer_norm_eps", 1e-12),
         "classes": _classes(config) if "classifier.weight" in names else 0,
     }  # fmt: skip
     kept = (re.escape(p) + r"embeddings\.position_ids", r"cls\..*")  # the heads of pretraining
@@ -182,30 +194,20 @@ def _bert(config: Config, names: Collection[str]) -> Family:
 def _vit(config: Config, names: Collection[str]) -> Family:
     _refuse(config, hidden_act="gelu", qkv_bias=True)
     p = _prefix(names, "vit.", "embeddings.cls_token")
-    theirs, ours = p + "encoder.layer.{n}", "blocks/{n}"
+    block = {
+        "norm1": "layernorm_before", **{f"attention/{one}": f"attention.attention.{one}" for one in QKV},
+        "attention/out": "attention.output.dense", "norm2": "layernorm_after", "mlp/up": "intermediate.dense",
+        "mlp/down": "output.dense",
+    }  # fmt: skip
+    others = {"patches": f"{p}embeddings.patch_embeddings.projection", "norm": f"{p}layernorm", "head": "classifier"}
     renames = (
-        Rename(p + "embeddings.patch_embeddings.projection.weight", "patches/kernel", (2, 3, 1, 0)),
-        Rename(p + "embeddings.patch_embeddings.projection.bias", "patches/bias"),
         Rename(p + "embeddings.cls_token", "cls", (1, 2)),
         Rename(p + "embeddings.position_embeddings", "positions", (1, 2)),
-        *_layer_norm(f"{theirs}.layernorm_before", f"{ours}/norm1"),
-        *(
-            rename
-            for part in ("query", "key", "value")
-            for rename in _linear(f"{theirs}.attention.attention.{part}", f"{ours}/attention/{part}")
-        ),
-        *_linear(f"{theirs}.attention.output.dense", f"{ours}/attention/out"),
-        *_layer_norm(f"{theirs}.layernorm_after", f"{ours}/norm2"),
-        *_linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up"),
-        *_linear(f"{theirs}.output.dense", f"{ours}/mlp/down"),
-        *_layer_norm(p + "layernorm", "norm"),
-        *_linear("classifier", "head"),
+        *_layers(others),
+        *_layers(block, p + "encoder.layer.{n}.", "blocks/{n}/"),
     )
-    options = {
-        "image": _field(config, "image_size"), "patch": _field(config, "patch_size"),
-        "channels": config.get("num_channels", 3), "width": _field(config, "hidden_size"),
-        "depth": _field(config, "num_hidden_layers"), "heads": _field(config, "num_attention_heads"),
-        "hidden": _field(config, "intermediate_size"), "epsilon": config.get("layer_norm_eps", 1e-12),
+    options = _wholes(config, SIZES | {"image": "image_size", "patch": "patch_size"}) | {
+        "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-12),
         "classes": _classes(config) if "classifier.weight" in names else 0,
     }  # fmt: skip
     kept = (re.escape(p) + r"pooler\.dense\..*",)
@@ -224,22 +226,15 @@ def _timm(config: Config, names: Collection[str]) -> Family:
     _refuse(given, global_pool="token", act_layer="gelu", norm_layer=(), pos_embed="learn", pre_norm=False)
     width = int(given.get("embed_dim", {"tiny": 192, "small": 384, "base": 768, "large": 1024}[size[1]]))
     image = (config.get("pretrained_cfg") or {}).get("input_size", [3, int(size[3]), int(size[3])])
-    theirs, ours = "blocks.{n}", "blocks/{n}"
-    each = tuple(f"{ours}/attention/{part}" for part in ("query", "key", "value"))
+    block = {
+        "norm1": "norm1", tuple(f"attention/{one}" for one in QKV): "attn.qkv", "attention/out": "attn.proj",
+        "norm2": "norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
+    }  # fmt: skip
     renames = (
-        Rename("patch_embed.proj.weight", "patches/kernel", (2, 3, 1, 0)),
-        Rename("patch_embed.proj.bias", "patches/bias"),
         Rename("cls_token", "cls", (1, 2)),
         Rename("pos_embed", "positions", (1, 2)),
-        *_layer_norm(f"{theirs}.norm1", f"{ours}/norm1"),
-        Rename(f"{theirs}.attn.qkv.weight", tuple(f"{path}/kernel" for path in each), (1, 0), along=1),
-        Rename(f"{theirs}.attn.qkv.bias", tuple(f"{path}/bias" for path in each)),
-        *_linear(f"{theirs}.attn.proj", f"{ours}/attention/out"),
-        *_layer_norm(f"{theirs}.norm2", f"{ours}/norm2"),
-        *_linear(f"{theirs}.mlp.fc1", f"{ours}/mlp/up"),
-        *_linear(f"{theirs}.mlp.fc2", f"{ours}/mlp/down"),
-        *_layer_norm("norm", "norm"),
-        *_linear("head", "head"),
+        *_layers({"patches": "patch_embed.proj", "norm": "norm", "head": "head"}),
+        *_layers(block, "blocks.{n}.", "blocks/{n}/"),
     )
     options = {
         "image": int(given.get("img_size", image[1])), "patch": int(given.get("patch_size", size[2])),
@@ -257,31 +252,24 @@ def _gpt2(config: Config, names: Collection[str]) -> Family:
         scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
     )  # fmt: skip
     p = _prefix(names, "transformer.", "wte.weight")
-    theirs, ours = p + "h.{n}", "blocks/{n}"
-    each = tuple(f"{ours}/attention/{part}" for part in ("query", "key", "value"))
-    plain = lambda theirs, ours: (
-        Rename(f"{theirs}.weight", f"{ours}/kernel"),
-        Rename(f"{theirs}.bias", f"{ours}/bias"),
-    )
-    renames = (
-        Rename(p + "wte.weight", "tokens/embedding"),
-        Rename(p + "wpe.weight", "positions/embedding"),
-        *_layer_norm(f"{theirs}.ln_1", f"{ours}/norm1"),
-        Rename(f"{theirs}.attn.c_attn.weight", tuple(f"{path}/kernel" for path in each), along=1),
-        Rename(f"{theirs}.attn.c_attn.bias", tuple(f"{path}/bias" for path in each)),
-        *plain(f"{theirs}.attn.c_proj", f"{ours}/attention/out"),
-        *_layer_norm(f"{theirs}.ln_2", f"{ours}/norm2"),
-        *plain(f"{theirs}.mlp.c_fc", f"{ours}/mlp/up"),
-        *plain(f"{theirs}.mlp.c_proj", f"{ours}/mlp/down"),
-        *_layer_norm(p + "ln_f", "norm"),
-        *((Rename("lm_head.weight", "tokens/embedding"),) if "lm_head.weight" in names else ()),
-    )
-    width = _field(config, "n_embd")
-    options = {
-        "vocabulary": _field(config, "vocab_size"), "length": _field(config, "n_positions"), "width": width,
-        "depth": _field(config, "n_layer"), "heads": _field(config, "n_head"),
-        "hidden": config.get("n_inner") or 4 * width, "epsilon": config.get("layer_norm_epsilon", 1e-5),
+    block = {
+        "norm1": "ln_1", tuple(f"attention/{one}" for one in QKV): "attn.c_attn", "attention/out": "attn.c_proj",
+        "norm2": "ln_2", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj",
     }  # fmt: skip
+    renames = _layers({"tokens": "wte", "positions": "wpe", "norm": "ln_f"}, p)
+    renames += _layers(block, p + "h.{n}.", "blocks/{n}/", axes=None)  # its own layers keep [inputs, outputs]
+    if "lm_head.weight" in names:
+        renames += _layers({"tokens": "lm_head"})
+    sizes = {
+        "vocabulary": "vocab_size",
+        "length": "n_positions",
+        "width": "n_embd",
+        "depth": "n_layer",
+        "heads": "n_head",
+    }
+    options: dict[str, Any] = _wholes(config, sizes)
+    options["hidden"] = config.get("n_inner") or 4 * options["width"]
+    options["epsilon"] = config.get("layer_norm_epsilon", 1e-5)
     return Family(GPT, options, Table(renames, (re.escape(p) + r"h\.\d+\.attn\.(masked_)?bias",)))
 
 
@@ -296,56 +284,39 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
             f"config.json has layer_types other than 'full_attention', which {kind} does not support."
         )
     _refuse(config, attn_logit_softcapping=(), final_logit_softcapping=(), use_bidirectional_attention=False)
-    name = _field(config, "hidden_activation" if gemma else "hidden_act")
-    _refuse({"hidden_act": name}, hidden_act=tuple(ACTIVATIONS))
+    activation = _field(config, "hidden_activation" if gemma else "hidden_act")
+    _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
     tied = bool(config.get("tie_word_embeddings", gemma))
     p = _prefix(names, "model.", "embed_tokens.weight")
-    theirs, ours = p + "layers.{n}", "blocks/{n}"
     biased, normed = kind == "qwen2", kind in ("qwen3", "gemma3_text")
-    norm = lambda theirs, ours: Rename(f"{theirs}.weight", f"{ours}/scale")
-    renames = [
-        Rename(p + "embed_tokens.weight", "tokens/embedding"),
-        norm(f"{theirs}.input_layernorm", f"{ours}/norm1"),
-        norm(p + "norm", "norm"),
-    ]
-    for short, part in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
-        layer = f"{theirs}.self_attn.{short}_proj", f"{ours}/attention/{part}"
-        renames += _linear(*layer, bias=biased and short != "o")
-    if normed:
-        renames += [
-            norm(f"{theirs}.self_attn.{s}_norm", f"{ours}/attention/{q}_norm")
-            for s, q in (("q", "query"), ("k", "key"))
-        ]
-    if gemma:
-        renames += [
-            norm(f"{theirs}.post_attention_layernorm", f"{ours}/out_norm1"),
-            norm(f"{theirs}.pre_feedforward_layernorm", f"{ours}/norm2"),
-            norm(f"{theirs}.post_feedforward_layernorm", f"{ours}/out_norm2"),
-        ]
-    else:
-        renames.append(norm(f"{theirs}.post_attention_layernorm", f"{ours}/norm2"))
-    for part in ("gate", "up", "down"):
-        renames += _linear(f"{theirs}.mlp.{part}_proj", f"{ours}/mlp/{part}", bias=False)
-    if not tied:
-        renames += _linear("lm_head", "head", bias=False)
-    elif "lm_head.weight" in names:
-        renames.append(Rename("lm_head.weight", "tokens/embedding"))
-    heads, width, depth = (_whole(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    after = {"out_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm",
+             "out_norm2": "post_feedforward_layernorm"} if gemma else {"norm2": "post_attention_layernorm"}  # fmt: skip
+    block = {
+        "norm1": "input_layernorm", "attention/out": "self_attn.o_proj", **after,
+        **({f"attention/{one}_norm": f"self_attn.{one[0]}_norm" for one in ("query", "key")} if normed else {}),
+        **{f"mlp/{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }  # fmt: skip
+    inputs = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
+    renames = _layers({"tokens": "embed_tokens", "norm": "norm"}, p, bias=False)
+    renames += _layers(block, p + "layers.{n}.", "blocks/{n}/", bias=False)
+    renames += _layers(inputs, p + "layers.{n}.", "blocks/{n}/", bias=biased)
+    if not tied or "lm_head.weight" in names:
+        renames += _layers({"tokens" if tied else "head": "lm_head"}, bias=False)
+    options: dict[str, Any] = _wholes(config, TEXT | SIZES)
+    width, heads = options["width"], options["heads"]
     rotary, local_rotary = _rotaries(config)
-    options = {
-        "vocabulary": _field(config, "vocab_size"), "length": _field(config, "max_position_embeddings"),
-        "width": width, "depth": depth, "heads": heads, "kv_heads": config.get("num_key_value_heads") or heads,
-        "features": config.get("head_dim") or width // heads, "hidden": _field(config, "intermediate_size"),
-        "activation": ACTIVATIONS[name], "epsilon": config.get("rms_norm_eps", 1e-6), "rotary": rotary,
+    options |= {
+        "kv_heads": config.get("num_key_value_heads") or heads, "features": config.get("head_dim") or width // heads,
+        "activation": ACTIVATIONS[activation], "epsilon": config.get("rms_norm_eps", 1e-6), "rotary": rotary,
         "bias": biased, "norm_heads": normed, "tied": tied,
     }  # fmt: skip
     if gemma:
-        options |= _windows(config, depth) | {
-            "local_rotary": local_rotary,
-            "norm_outputs": True, "norm_offset": 1.0, "embedding_scale": width**0.5,
-            "query_scale": _positive(config, "query_pre_attn_scalar") ** -0.5,
+        scale = _number("has query_pre_attn_scalar", _field(config, "query_pre_attn_scalar"), whole=False)
+        options |= _windows(config, options["depth"]) | {
+            "local_rotary": local_rotary, "norm_outputs": True, "norm_offset": 1.0, "embedding_scale": width**0.5,
+            "query_scale": scale**-0.5,
         }  # fmt: skip
-    return Family(Decoder, options, Table(tuple(renames), (r".*\.rotary_emb\.inv_freq",)))
+    return Family(Decoder, options, Table(renames, (r".*\.rotary_emb\.inv_freq",)))
 
 
 def _windows(config: Config, depth: int) -> dict[str, Any]:
@@ -358,7 +329,7 @@ def _windows(config: Config, depth: int) -> dict[str, Any]:
     if unknown:
         raise CheckpointError(f"config.json has layer_types with {unknown[0]!r}, which nmjax does not support.")
     local = tuple(t == "sliding_attention" for t in types)
-    return {"local": local, "window": _whole(config, "sliding_window") if any(local) else None}
+    return {"local": local, **(_wholes(config, {"window": "sliding_window"}) if any(local) else {"window": None})}
 
 
 def _rotaries(config: Config) -> tuple[Rotary, Rotary]:

@@ -3,16 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nmjax.checkpoints.drafts import replacing_all
 from nmjax.checkpoints.gguf import Gguf
-from nmjax.checkpoints.models import check, refuse_others
-from nmjax.checkpoints.tensors import CheckpointError, write_into
+from nmjax.checkpoints.models import check, refuse_others, write_all
+from nmjax.checkpoints.tensors import CheckpointError, Tensor
 
 NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp keeps 1 + the scale of a norm
     "token_embd.weight": ("model.embed_tokens.weight", 0),
@@ -36,49 +34,21 @@ LONGEST = 512  # characters of a token that may be made of two others
 CONTROL, OWN = 3, 4  # types of tokens: of the model, such as <bos>; and added whole, such as runs of spaces
 
 
-class _Renamed(Mapping[str, Any]):
-    """The tensors of a GGUF file by the names of transformers, each made when it is used."""
-
-    def __init__(self, source: Gguf):
-        self.source = source
-        self.theirs: dict[str, tuple[str, int]] = {}
-        unknown = []
-        for name in source:
-            number = re.search(r"\d+", name)
-            about = NAMES.get(re.sub(r"\d+", "{n}", name, count=1))
-            if about is None:
-                unknown.append(name)
-                continue
-            self.theirs[about[0].replace("{n}", number[0] if number else "")] = (name, about[1])
-        if unknown:
-            raise CheckpointError(f"{source.path}: {', '.join(unknown[:5])} are not tensors of a Gemma 3 for texts.")
-
-    def __getitem__(self, name: str) -> Any:
-        theirs, less = self.theirs[name]
-        return _Later(self.source, theirs, less)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self.theirs[name][0])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.theirs)
-
-    def __len__(self) -> int:
-        return len(self.theirs)
-
-
-class _Later:
-    """A tensor that is read when it becomes an array, so that only one is in memory while a file is written."""
-
-    dtype = np.dtype(np.float32)
-
-    def __init__(self, source: Gguf, name: str, less: int):
-        self.source, self.name, self.less, self.shape = source, name, less, source.shape(name)
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        del dtype, copy
-        value = self.source[self.name]
-        return value - np.float32(self.less) if self.less else value
+def _renamed(source: Gguf) -> dict[str, Tensor]:
+    """Return the tensors by the names of transformers."""
+    unknown: list[str] = []
+    found: dict[str, Tensor] = {}
+    for name, tensor in source.tensors.items():
+        number = re.search(r"\d+", name)
+        theirs, less = NAMES.get(re.sub(r"\d+", "{n}", name, count=1), (None, 0))
+        if theirs is None:
+            unknown.append(name)
+            continue
+        make = lambda tensor=tensor, less=np.float32(less): tensor.make() - less if less else tensor.make()
+        found[theirs.replace("{n}", number[0] if number else "")] = Tensor(tensor.shape, tensor.dtype, make)
+    if unknown:
+        raise CheckpointError(f"{source.path}: {', '.join(unknown[:5])} are not tensors of a Gemma 3 for texts.")
+    return found
 
 
 def convert_gguf(source: Gguf, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -104,18 +74,19 @@ def convert_gguf(source: Gguf, folder: str | os.PathLike[str], *, overwrite: boo
             f"{source.path}: the architecture is {kind!r}, and only 'gemma3' can be converted. nm.checkpoints.Gguf "
             "reads the tensors, and nm.checkpoints.Table maps them to a model of your own."
         )
-    tensors = _Renamed(source)
+    tensors = _renamed(source)
     config, tokenizer = _config(source), _tokenizer(source)
     try:
-        check(config, {name: tensors.shape(name) for name in tensors})
+        check(config, {name: tensor.shape for name, tensor in tensors.items()})
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    names = ("config.json", "tokenizer.json", "model.safetensors")
-    refuse_others(folder, set(names), overwrite)
-    with replacing_all(folder, names) as (first, second, third):
-        first.write((json.dumps(config, indent=2) + "\n").encode())
-        second.write(json.dumps(tokenizer, ensure_ascii=False).encode())
-        write_into(third, folder / names[-1], tensors, {"format": "pt"})
+    contents = {
+        "config.json": (json.dumps(config, indent=2) + "\n").encode(),
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
+        "model.safetensors": (tensors, {"format": "pt"}),
+    }
+    refuse_others(folder, set(contents), overwrite)
+    write_all(folder, contents)
 
 
 def _field(source: Gguf, name: str, kind: type) -> Any:

@@ -4,8 +4,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nmjax.checkpoints import torch_files
 from nmjax.checkpoints.drafts import finish, replacing_all
 from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
-from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, refuse_unfinished, write_into
-from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
+from nmjax.checkpoints.tensors import (
+    CheckpointError,
+    Tensor,
+    Tensors,
+    read as read_safetensors,
+    refuse_unfinished,
+    write_into,
+)
+from nmjax.checkpoints.torch_files import SUFFIXES
 from nmjax.nnx.variables import Site
 from nmjax.pruners import identity
 
@@ -70,14 +77,16 @@ def load(
     @jax.jit
     def others(key: jax.Array) -> dict[str, jax.Array]:
         """Return the initial values of what is not read."""
-        made = nnx.to_flat_state(nnx.state(make(rngs=nnx.Rngs(key))))
-        return {name: v.get_value() for key, v in made if (name := "/".join(map(str, key))) not in read_ones}
+        made = _by_path(nnx.state(make(rngs=nnx.Rngs(key))))
+        return {name: v.get_value() for name, v in made.items() if name not in read_ones}
 
     values: dict[str, Any] = dict(others((nnx.Rngs(0) if rngs is None else rngs).params()))
-    variables = {"/".join(map(str, key)): (key, v) for key, v in nnx.to_flat_state(abstract)}
+    variables = nnx.to_flat_state(abstract)
     with np.errstate(invalid="ignore"):  # of a signalling NaN
-        values |= {name: jnp.asarray(value, variables[name][1].dtype) for name, value in read_ones.items()}
-    flat = [(key, v.replace(values[name])) for name, (key, v) in variables.items()]
+        values |= {
+            name: jnp.asarray(read_ones[name], v.dtype) for name, v in _by_path(abstract).items() if name in read_ones
+        }
+    flat = [(key, v.replace(values["/".join(map(str, key))])) for key, v in variables]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
@@ -86,14 +95,7 @@ def architecture(
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a function that makes the model of a checkpoint with new parameters. It takes ``rngs`` by keyword.
 
-    Args:
-      path: The checkpoint, as in `load`. Only its config and the names of its tensors are read.
-      family: The kind of the checkpoint, as in `load`.
-      **options: Arguments of the model, as in `load`.
-
-    Raises:
-      CheckpointError: The kind of the checkpoint is not known.
-      OSError: A file cannot be read.
+    Only the config and the names of the tensors are read. The arguments and errors are those of `load`.
 
     >>> def widths(path):
     ...     model = nnx.eval_shape(lambda: architecture(path)(rngs=nnx.Rngs(0)))
@@ -108,14 +110,7 @@ def parameters(
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Return the parameters of a checkpoint by their paths in its model. Those of a new head are left out.
 
-    Args:
-      path: The checkpoint, as in `load`.
-      family: The kind of the checkpoint, as in `load`.
-      **options: Arguments of the model, as in `load`.
-
-    Raises:
-      CheckpointError: As `load`.
-      OSError: A file cannot be read.
+    The arguments and errors are those of `load`.
 
     >>> def density(path):
     ...     return {name: np.count_nonzero(value) / value.size for name, value in parameters(path).items()}
@@ -123,42 +118,30 @@ def parameters(
     about = family or _family(path)
     make = architecture(path, family=about, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
-    variables = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param))
-    named = {"/".join(map(str, key)): v for key, v in variables}
-    stacks = Blocks({name: v for name, v in named.items() if 0 not in v.shape and not (new and name in HEAD)})
+    wanted = {name: v for name, v in _abstract(make).items() if not (new and name in HEAD)}
     try:
-        found = _table(about, new).read(_read(path), {one: stacks.shape(one) for one in stacks})
+        blocks = _blocks(wanted)
+        found = _table(about, new).read(_read(path), {one: block.shape for one, block in blocks.items()})
         odd = [f"{one} {value.dtype}" for one, value in found.items() if not jnp.issubdtype(value.dtype, jnp.floating)]
         if odd:
             raise CheckpointError(f"parameters are not floating-point numbers: {', '.join(odd[:8])}.")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    values = {}
-    for name in stacks.parameters:
-        parts = [found[one] for one in stacks.parts(name)]
-        values[name] = np.stack(parts) if stacks.is_stack(name) else parts[0]
-    return values
+    return {
+        name: np.stack([found[one] for one in parts]) if (parts := _parts(name, v)) else found[name]
+        for name, v in wanted.items()
+    }
 
 
 def check(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors that are not those of the model that a config describes.
-
-    Args:
-      config: The content of ``config.json``.
-      shapes: The shapes of the tensors by name.
-
-    Raises:
-      CheckpointError: Tensors are missing, unexpected, or of another shape; or the model cannot be made.
-    """
+    """Refuse shapes of tensors that are not those of the model that a config describes."""
     try:
         about = family_of(config, shapes)
-        abstract = nnx.eval_shape(lambda: about.model(**about.options, rngs=nnx.Rngs(0)))
+        wanted = _abstract(partial(about.model, **about.options))
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"the model cannot be made: {error}") from None
-    flat = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
-    wanted = {"/".join(map(str, key)): tuple(v.shape) for key, v in flat if 0 not in v.shape}
     empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
-    about.table.read(empty, wanted)
+    about.table.read(empty, {name: v.shape for name, v in wanted.items()})
 
 
 def save(
@@ -189,58 +172,56 @@ def save(
     """
     if (site := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {site}. Save nm.nnx.harden(model).")
-    about, tensors, folder = family or _family(like), _read(like), Path(path)
-    home = Path(like) if Path(like).is_dir() else Path(like).parent
-    config = {} if family else _config(like)
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    values = Blocks({"/".join(map(str, key)): v.get_value() for key, v in flat if 0 not in v.shape})
-    classes = values.shape(HEAD[1])[0] if HEAD[1] in values else 0
+    about, tensors, folder, home = family or _family(like), _read(like), Path(path), _home(like)
+    config: dict[str, Any] = {} if family else _config(like)
+    values = _blocks(
+        {name: v.get_value() for name, v in _by_path(nnx.state(model, nnx.Param)).items() if 0 not in v.shape}
+    )
+    classes = values[HEAD[1]].shape[0] if HEAD[1] in values else 0
     new = bool(about.head) and "classes" in about.options and classes != about.options["classes"]
     held = {name: tensors[name] for name in tensors if not (new and name in about.head)}
     try:
         made = _table(about, new=False).write(values, held, about.head if new else ())
     except CheckpointError as error:
         raise CheckpointError(f"{like}: {error}") from None
-    if new:
-        labels = {str(i): f"LABEL_{i}" for i in range(classes)}
-        config |= {"num_classes": classes} if "architecture" in config else {
-            "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
-        }  # fmt: skip
     check_target(folder, like, overwrite)
     in_place = folder.exists() and folder.samefile(home)
-    others = {name: file for name, file in _others(like).items() if not in_place or str(name) == "config.json"}
-    changed = {"config.json": config} if not family and config != _config(like) else {}
-    _write_files(folder, tensors, made, changed, others)
+    others = {str(name): file for name, file in _others(like).items() if not in_place or str(name) == "config.json"}
+    texts: dict[str, Any] = {}
+    if new and not family:
+        labels = {str(i): f"LABEL_{i}" for i in range(classes)}
+        texts["config.json"] = config | ({"num_classes": classes} if "architecture" in config else {
+            "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
+        })  # fmt: skip
+    files = {path: [name for name in names if name in made] for path, names in tensors.files.items()}
+    known = {name for names in files.values() for name in names}
+    files[list(files)[-1]] += [name for name in made if name not in known]
+    if tensors.index is not None:
+        size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in made.values())
+        where = {name: _file_name(path) for path, names in files.items() for name in names}
+        texts[tensors.index] = {"metadata": {**tensors.about, "total_size": size}, "weight_map": where}
+    write_all(folder, {
+        **{_file_name(p): ({name: made[name] for name in names}, tensors.texts[p]) for p, names in files.items()},
+        **others, **{name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()},
+    })  # fmt: skip
 
 
 def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Refuse a folder in which other things would be lost, or in which the checkpoint would lie beside other files.
+    """Refuse a folder in which `save` would lose other things, or in which the checkpoint would lie beside other files.
 
-    Args:
-      path: The folder to write to.
-      like: The checkpoint whose files it would have, as in `save`.
-      overwrite: Whether a checkpoint in the folder is replaced.
-
-    Raises:
-      CheckpointError: It is a file, or has files; or the checkpoint has links to files of other folders.
+    A checkpoint ``like`` with links to files of other folders is refused too.
     """
-    source, folder, home = _read(like), Path(path), Path(like) if Path(like).is_dir() else Path(like).parent
+    source, folder = _read(like), Path(path)
     own = {*map(_file_name, source.files), *([source.index] if source.index else []), "config.json"}
     own |= {name.parts[0] for name in _others(like)}
-    if not folder.is_dir() or not folder.samefile(home):
+    if not folder.is_dir() or not folder.samefile(_home(like)):
         refuse_others(folder, own, overwrite)
 
 
 def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
     """Refuse a file in the place of a folder, and a folder with files. What a killed process left is taken away first.
 
-    Args:
-      folder: The folder to write to. It may be missing.
-      own: The names of what is written. Only these may be there if they are replaced.
-      overwrite: Whether they are replaced.
-
-    Raises:
-      CheckpointError: It is a file, or has files.
+    If files are replaced, those that are written, ``own``, may be there.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: this is a file. Name a folder.")
@@ -265,34 +246,22 @@ def unhardened(model: Any) -> str | None:
     return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 
-def _write_files(
-    folder: Path, source: Tensors, made: Mapping[str, Any], texts: Mapping[str, Any], others: Mapping[Path, Path]
-) -> None:  # fmt: skip
-    """Write tensors into as many files as a source has, with its index. New tensors go into the last file.
+def write_all(folder: Path, contents: Mapping[str, bytes | Path | tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+    """Write files into a folder. All are replaced together.
 
-    Args:
-      folder: The folder.
-      source: The tensors of the other checkpoint.
-      made: The tensors.
-      texts: Contents of JSON files that are written too, by their names.
-      others: Files that are copied, by their paths in the folder. All files are replaced together.
+    A content is bytes, another file, or tensors and their metadata, by the path of the file in the folder.
     """
-    files = {path: [name for name in names if name in made] for path, names in source.files.items()}
-    known = {name for names in files.values() for name in names}
-    files[list(files)[-1]] += [name for name in made if name not in known]
-    if source.index is not None:
-        size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in made.values())
-        where = {name: _file_name(path) for path, names in files.items() for name in names}
-        texts = {**texts, source.index: {"metadata": {**source.about, "total_size": size}, "weight_map": where}}
-    others = {name: file for name, file in others.items() if str(name) not in texts}
-    with replacing_all(folder, [*map(_file_name, files), *texts, *others]) as opened:
-        for (path, held), file in zip(files.items(), opened, strict=False):
-            tensors = {name: made[name] for name in held}
-            write_into(file, folder / _file_name(path), tensors, source.texts.get(path))
-        for content, file in zip(texts.values(), opened[len(files) :], strict=False):
-            file.write((json.dumps(content, indent=2) + "\n").encode())
-        for other, file in zip(others.values(), opened[len(files) + len(texts) :], strict=True):
-            file.write(other.read_bytes())
+    with replacing_all(folder, list(contents)) as opened:
+        for file, (name, content) in zip(opened, contents.items(), strict=True):
+            if isinstance(content, tuple):
+                write_into(file, folder / name, *content)
+            else:
+                file.write(content if isinstance(content, bytes) else content.read_bytes())
+
+
+def _home(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of a checkpoint."""
+    return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def _file_name(path: Path) -> str:
@@ -304,23 +273,21 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
     """Open the tensors of a checkpoint: of safetensors, or else of torch."""
     place = Path(path)
     if place.suffix in SUFFIXES:
-        return TorchTensors(place)
+        return torch_files.read(place)
     of_torch = [file for suffix in SUFFIXES for file in place.glob(f"*{suffix}")] if place.is_dir() else []
     of_torch = [file for file in of_torch if file.name == "pytorch_model.bin"] or of_torch  # there may be others
     if len(of_torch) == 1 and not any(place.glob("[!.]*.safetensors*")):
-        return TorchTensors(of_torch[0])
+        return torch_files.read(of_torch[0])
     return read_safetensors(place)
 
 
 def _others(like: str | os.PathLike[str]) -> dict[Path, Path]:
     """Return the texts of a checkpoint, such as the config and the tokenizer, by their paths in its folder.
 
-    Files of other kinds, hidden files and links to folders are left out. A file beside a config has no folders.
-
-    Raises:
-      CheckpointError: A text is a link to a file of another folder, which might be private.
+    Files of other kinds, hidden files and links to folders are left out. A file beside a config has no folders. A link
+    to a file of another folder, which might be private, is refused.
     """
-    home = Path(like) if Path(like).is_dir() else Path(like).parent
+    home = _home(like)
     whole = home.resolve()
     roots = (whole, whole.parents[1] / "blobs") if whole.parent.name == "snapshots" else (whole,)  # the hub's cache
     found = {file.relative_to(home): file for file in _texts(home, Path(like).is_dir())}
@@ -343,11 +310,10 @@ def _texts(source: Path, folders: bool) -> Iterator[Path]:
 
 
 def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    folder = Path(path)
-    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    file = _home(path) / "config.json"
     refuse_unfinished(file.parent)
     if not file.is_file():
-        if not folder.exists():
+        if not Path(path).exists():
             raise CheckpointError(f"{path}: there is no such file or folder.")
         hint = "Add the config.json, or pass family=nm.checkpoints.Family(...)."
         raise CheckpointError(f"{path}: there is no config.json, so the kind of the model is unknown. {hint}")
@@ -378,51 +344,30 @@ def _table(about: Family, new: bool) -> Table:
     return Table(renames, (*about.table.kept, *(name.replace(".", r"\.") for name in about.head)))
 
 
-@dataclass(frozen=True)
-class Blocks(Mapping[str, Any]):
-    """Parameters by path, each block's own. A stack "blocks/norm/scale" is read as "blocks/0/norm/scale" and so on.
+def _by_path(state: Any) -> dict[str, Any]:
+    return {"/".join(map(str, key)): v for key, v in nnx.to_flat_state(state)}
 
-    Attributes:
-      parameters: The parameters as the model has them.
 
-    >>> blocks = Blocks({"blocks/norm/scale": np.ones((2, 3)), "head/bias": np.ones(4)})
-    >>> list(blocks), blocks["blocks/1/norm/scale"].shape
-    (['blocks/0/norm/scale', 'blocks/1/norm/scale', 'head/bias'], (3,))
-    """
+def _abstract(make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a model without values, by path."""
+    state = nnx.state(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param)
+    return {name: v for name, v in _by_path(state).items() if 0 not in v.shape}
 
-    parameters: Mapping[str, Any]
 
-    def is_stack(self, name: str) -> bool:
-        """Return True if a parameter of the model has an axis of blocks."""
-        return name.startswith("blocks/") and not name.split("/")[1].isdigit()
+def _parts(name: str, value: Any) -> list[str]:
+    """Return the path of each block's part of a stack, such as "blocks/norm/scale"; none if it is no stack."""
+    head, _, rest = name.partition("/")
+    stacked = head == "blocks" and not rest.partition("/")[0].isdigit()
+    return [f"blocks/{i}/{rest}" for i in range(value.shape[0])] if stacked else []
 
-    def parts(self, name: str) -> list[str]:
-        """Return the paths of a parameter of the model, one for each block."""
-        if not self.is_stack(name):
-            return [name]
-        return [f"blocks/{i}/{name.removeprefix('blocks/')}" for i in range(self.parameters[name].shape[0])]
 
-    def shape(self, one: str) -> tuple[int, ...]:
-        """Return the shape of a block's parameter."""
-        name, number = self._places[one]
-        shape = tuple(self.parameters[name].shape)
-        return shape if number is None else shape[1:]
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[str, int | None]]:
-        """For each path, the parameter of the model, and the number of the block if that is a stack."""
-        return {
-            one: (name, number if self.is_stack(name) else None)
-            for name in self.parameters
-            for number, one in enumerate(self.parts(name))
-        }
-
-    def __getitem__(self, one: str) -> Any:
-        name, number = self._places[one]
-        return self.parameters[name] if number is None else self.parameters[name][number]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+def _blocks(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return parameters by path, each block's own."""
+    found: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        parts = _parts(name, value)
+        for i, one in enumerate(parts):
+            found[one] = Tensor(value.shape[1:], value.dtype, lambda value=value, i=i: np.asarray(value[i]))
+        if not parts:
+            found[name] = Tensor(value.shape, value.dtype, lambda value=value: np.asarray(value))
+    return found

@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nmjax.checkpoints.tensors import CheckpointError
+from nmjax.checkpoints.tensors import CheckpointError, Tensor
 
 SHOWN = 8  # names of a kind that an error lists
 
@@ -38,74 +39,13 @@ class Rename(NamedTuple):
     along: int = 0
 
 
-class Part(NamedTuple):
-    """A `Rename` of one block: `{n}` is replaced by its number, and the names are always tuples.
-
-    Attributes:
-      theirs: The names of the tensors.
-      ours: The paths of the parameters.
-      axes, along: As in `Rename`.
-    """
+class _Part(NamedTuple):
+    """A `Rename` with the number of a block in place of ``{n}``."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     axes: tuple[int, ...] | None
     along: int
-
-
-@dataclass(frozen=True, eq=False)
-class Later:
-    """A tensor of a checkpoint that is about to be written. It is computed when NumPy asks for it.
-
-    So only one tensor at a time is in memory. A tensor may be a part of a parameter, or be made of several. For
-    example, the parameter "blocks/0/qkv" of shape (4, 6) may be written as three tensors of shape (2, 4), with their
-    axes swapped and one after another along the parameter's axis 1. Then the second tensor has ``begin=2``: it has the
-    columns 2 and 3 of the parameter.
-
-    Attributes:
-      shape, dtype: The shape and dtype of the tensor.
-      part: The tensors and parameters that belong together, and their axes.
-      parameters: The parameters of the model, by path.
-      begin: The first place of this tensor along the parameter's axis ``part.along``. 0 if it is the only one.
-      source: The tensor of this name in the checkpoint that is imitated, or None. Where the parameter still has its
-        value, this value is written. So it keeps the precision that it has in the dtype of the tensor.
-
-    >>> part = Part(("q", "k", "v"), ("blocks/0/qkv",), axes=(1, 0), along=1)
-    >>> parameters = {"blocks/0/qkv": np.arange(24.0).reshape(4, 6)}
-    >>> np.asarray(Later((2, 4), np.dtype(np.float32), part, parameters, begin=2))
-    array([[ 2.,  8., 14., 20.],
-           [ 3.,  9., 15., 21.]], dtype=float32)
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    part: Part
-    parameters: Mapping[str, Any]
-    begin: int
-    source: np.ndarray | None = None
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the values."""
-        axes, along = self.part.axes, self.part.along
-        values = [np.asarray(self.parameters[path]) for path in self.part.ours]
-        whole = values[0] if len(values) == 1 else np.concatenate(values, along)
-        if len(self.part.theirs) > 1:
-            size = self.shape[along if axes is None else axes[along]]
-            whole = np.moveaxis(np.moveaxis(whole, along, 0)[self.begin : self.begin + size], 0, along)
-        value = whole if axes is None else whole.transpose(np.argsort(axes))
-        value = value if value.ndim == len(self.shape) else value.reshape(self.shape)  # with its axes of size 1
-        with np.errstate(invalid="ignore"):  # of a signalling NaN
-            made = self._cast(value)
-        return made if dtype is None else made.astype(dtype, copy=False)
-
-    def _cast(self, value: np.ndarray) -> np.ndarray:
-        made = value.astype(self.dtype, copy=False)
-        if self.source is not None and value.dtype != self.dtype and value.shape == self.source.shape:
-            before = self.source.astype(value.dtype)
-            bits = lambda v: np.ascontiguousarray(v).view(f"u{v.itemsize}").reshape(v.shape)
-            same = (bits(before) == bits(value)) & ((value != 0) | (self.source == 0))  # a zero may have been pruned
-            made = np.where(same | (np.isnan(before) & np.isnan(value)), self.source, made)
-        return made
 
 
 @dataclass(frozen=True)
@@ -159,14 +99,13 @@ class Table:
                 if path in found and found[path].tobytes() != value.tobytes():
                     unequal.append(f"{', '.join(part.theirs)} for {path}")
                 found[path] = value
-        problems = [
-            (f"missing: {_listed(missing)}", missing), (f"unexpected: {_listed(rest)}", rest),
-            (f"of another shape: {_listed(misshaped)}", misshaped),
-            (f"tensors of one parameter with different values: {_listed(unequal)}", unequal),
-            (f"parameters that the table does not name: {_listed(unknown)}", unknown),
-        ]  # fmt: skip
-        if any(names for _, names in problems):
-            said = "; ".join(text for text, names in problems if names)
+        problems = {
+            "missing": missing, "unexpected": rest, "of another shape": misshaped,
+            "tensors of one parameter with different values": unequal,
+            "parameters that the table does not name": unknown,
+        }  # fmt: skip
+        said = "; ".join(f"{problem}: {_listed(names)}" for problem, names in problems.items() if names)
+        if said:
             raise CheckpointError(f"the checkpoint does not fit the model: {said}.")
         return found
 
@@ -186,7 +125,7 @@ class Table:
         Raises:
           CheckpointError: A tensor has no parameter, a parameter has no tensor, or the shapes differ.
         """
-        made: dict[str, Later] = {}
+        made: dict[str, Tensor] = {}
         parts = self._parts(list(parameters))
         if unknown := sorted(set(parameters) - {path for part in parts for path in part.ours}):
             raise CheckpointError(f"the checkpoint has no tensors for these parameters: {_listed(unknown)}.")
@@ -198,17 +137,20 @@ class Table:
                 ours = ", ".join(f"{path} {tuple(parameters[path].shape)}" for path in part.ours)
                 raise CheckpointError(f"the checkpoint is of another model: it has {theirs} for {ours}.")
             for name in part.theirs:
-                if name in like:
-                    source = like[name]
-                    made[name] = Later(source.shape, source.dtype, part, parameters, begin, source)
-                    if len(part.theirs) > 1:
-                        begin += source.shape[part.along if part.axes is None else part.axes[part.along]]
+                source = like.get(name)
+                if source is not None:
+                    shape, dtype = source.shape, source.dtype
                 elif name in new and len(part.theirs) == len(part.ours) == 1:
                     value = parameters[part.ours[0]]
-                    shape = value.shape if part.axes is None else tuple(value.shape[a] for a in np.argsort(part.axes))
-                    made[name] = Later(shape, np.dtype(value.dtype), part, parameters, begin)
+                    axes = range(len(value.shape)) if part.axes is None else np.argsort(part.axes)
+                    shape, dtype = tuple(value.shape[a] for a in axes), np.dtype(value.dtype)
                 else:
                     raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint `like` has no tensor {name!r}.")
+                cut = None
+                if len(part.theirs) > 1:
+                    cut = begin, begin + shape[part.along if part.axes is None else part.axes[part.along]]
+                    begin = cut[1]
+                made[name] = Tensor(shape, dtype, partial(_made, part, parameters, cut, shape, dtype, source))
         if left := [name for name in like if name not in made and not self._keeps(name)]:
             raise CheckpointError(f"the model has no parameters for these tensors: {_listed(left)}.")
         return {name: made[name] if name in made else like[name] for name in like} | made
@@ -216,21 +158,47 @@ class Table:
     def _keeps(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.kept)
 
-    def _parts(self, paths: Iterable[str]) -> list[Part]:
+    def _parts(self, paths: Iterable[str]) -> list[_Part]:
         """Return a part for each rename and each number of a block of the model."""
-        parts: list[Part] = []
+        parts: list[_Part] = []
         for theirs, ours, axes, along in self.renames:
-            theirs, ours = _several(theirs), _several(ours)
+            theirs, ours = ((names,) if isinstance(names, str) else names for names in (theirs, ours))
             pattern = _pattern(ours[0])
             for match in filter(None, map(pattern.fullmatch, paths)):
                 number = match.groupdict().get("n", "")
                 fill = lambda names, number=number: tuple(name.replace("{n}", number) for name in names)
-                parts.append(Part(fill(theirs), fill(ours), axes, along))
+                parts.append(_Part(fill(theirs), fill(ours), axes, along))
         return parts
 
 
-def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+def _made(
+    part: _Part, parameters: Mapping[str, Any], cut: tuple[int, int] | None, shape: tuple[int, ...], dtype: Any,
+    source: np.ndarray | None,
+) -> np.ndarray:  # fmt: skip
+    """Return the values of a tensor.
+
+    Args:
+      part: The tensors and parameters that belong together.
+      parameters: The parameters by path.
+      cut: The places of this tensor along ``part.along``; None if it is alone.
+      shape, dtype: The tensor's.
+      source: The tensor of the checkpoint that is imitated, or None. Where the parameter still has its value, this
+        value is written. So it keeps the precision that it has in the dtype of the tensor.
+    """
+    values = [np.asarray(parameters[path]) for path in part.ours]
+    whole = values[0] if len(values) == 1 else np.concatenate(values, part.along)
+    if cut is not None:
+        whole = np.moveaxis(np.moveaxis(whole, part.along, 0)[slice(*cut)], 0, part.along)
+    value = whole if part.axes is None else whole.transpose(np.argsort(part.axes))
+    value = value if value.ndim == len(shape) else value.reshape(shape)  # with its axes of size 1
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        made = value.astype(dtype, copy=False)
+        if source is not None and value.dtype != dtype and value.shape == source.shape:
+            before = source.astype(value.dtype)
+            bits = lambda v: np.ascontiguousarray(v).view(f"u{v.itemsize}").reshape(v.shape)
+            same = (bits(before) == bits(value)) & ((value != 0) | (source == 0))  # a zero may have been pruned
+            made = np.where(same | (np.isnan(before) & np.isnan(value)), source, made)
+    return made
 
 
 def _pattern(name: str) -> re.Pattern[str]:

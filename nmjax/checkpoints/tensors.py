@@ -12,9 +12,10 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,18 +46,26 @@ class CheckpointError(ValueError):
     """
 
 
-class Entry(NamedTuple):
-    """A tensor in a file.
+@dataclass(frozen=True, eq=False, slots=True)
+class Tensor:
+    """A tensor whose values are read or computed when NumPy asks for them. So only one at a time is in memory.
 
     Attributes:
-      dtype: Its dtype, as the format names it.
       shape: Its shape.
-      begin: The place of its first byte in the file.
+      dtype: Its dtype; the name in the format if NumPy has no such dtype.
+      make: A function that returns the values.
+
+    >>> np.asarray(Tensor((2,), np.dtype(np.int8), lambda: np.ones(2, np.int8)))
+    array([1, 1], dtype=int8)
     """
 
-    dtype: str
     shape: tuple[int, ...]
-    begin: int
+    dtype: Any
+    make: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = self.make()
+        return value if dtype is None else value.astype(dtype, copy=False)
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -65,6 +74,7 @@ class Tensors(Mapping[str, np.ndarray]):
     They come in the order in which the files hold them. Only the parts of a file that are used are read from the disk.
 
     Attributes:
+      tensors: The shape and dtype of each tensor, and a function that returns its values.
       metadata: The metadata of the first file, strings by name, such as {"format": "pt"}.
       texts: The metadata of each file, by the path of the file.
       files: The names of the tensors of each file, by the path of the file.
@@ -79,55 +89,40 @@ class Tensors(Mapping[str, np.ndarray]):
     (['w'], (2, 3), {'format': 'pt'})
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        """Open files. Their headers are read and checked.
-
-        Args:
-          paths: The files.
-
-        Raises:
-          CheckpointError: A file is not of this format, or two files have the same tensor.
-          OSError: A file cannot be read.
-        """
-        self.texts: dict[Path, dict[str, str]] = {}
+    def __init__(self, opened: Iterable[tuple[Path, dict[str, Tensor], dict[str, Any]]]) -> None:
+        """Make the mapping from each file's path, tensors and metadata. No two files may have the same tensor."""
+        self.texts: dict[Path, dict[str, Any]] = {}
         self.files: dict[Path, tuple[str, ...]] = {}
         self.index: str | None = None
         self.about: dict[str, Any] = {}
-        self._entries: dict[str, tuple[Entry, mmap.mmap]] = {}
-        for path in paths:
-            entries, metadata, content = _opened(path)
-            twice = next((name for name in entries if name in self._entries), None)
+        self.tensors: dict[str, Tensor] = {}
+        for path, tensors, metadata in opened:
+            twice = next((name for name in tensors if name in self.tensors), None)
             if twice is not None:
                 raise CheckpointError(f"{path}: the tensor {twice!r} is in another file of this checkpoint too.")
-            self.texts[path], self.files[path] = metadata, tuple(entries)
-            self._entries |= {name: (entry, content) for name, entry in entries.items()}
+            self.texts[path], self.files[path] = metadata, tuple(tensors)
+            self.tensors |= tensors
 
     @property
-    def metadata(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, Any]:
         return next(iter(self.texts.values()), {})
 
     def __getitem__(self, name: str) -> np.ndarray:
-        entry, content = self._entries[name]
-        if entry.dtype in OPAQUE:
-            raise CheckpointError(f"the tensor {name!r} has dtype {entry.dtype}, which NumPy cannot hold.")
-        dtype = np.dtype(DTYPES[entry.dtype])
-        flat = np.frombuffer(content, dtype, math.prod(entry.shape), entry.begin)
-        return flat.reshape(entry.shape)
+        return self.tensors[name].make()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._entries[name][0].shape
+        return self.tensors[name].shape
 
     def dtype(self, name: str) -> np.dtype[Any] | str:
         """Return the dtype of a tensor; its name in the format if NumPy has no such dtype."""
-        kind = self._entries[name][0].dtype
-        return kind if kind in OPAQUE else np.dtype(DTYPES[kind])
+        return self.tensors[name].dtype
 
 
 def read(path: str | os.PathLike[str]) -> Tensors:
@@ -151,7 +146,7 @@ def read(path: str | os.PathLike[str]) -> Tensors:
     """
     folder, path = Path(path), _found(Path(path))
     if not path.name.endswith(INDEX):
-        return Tensors([path])
+        return Tensors([_opened(path)])
     tensors, whole = _of_index(path), path.with_name(path.name.removesuffix(".index.json"))
     if folder.is_dir() and whole.exists() and whole not in tensors.files:
         raise CheckpointError(
@@ -188,16 +183,7 @@ def write(
 def write_into(
     file: BinaryIO, path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> None:  # fmt: skip
-    """Write tensors into an open file.
-
-    Args:
-      file: The file.
-      path: Its name in errors.
-      tensors, metadata: As in `write`.
-
-    Raises:
-      CheckpointError, OSError: As `write`.
-    """
+    """Write tensors into an open file, as `write`. Errors name ``path``."""
     header, begin = dict[str, Any](), 0
     if metadata:
         header["__metadata__"] = dict(metadata)
@@ -219,22 +205,22 @@ def write_into(
     text += b" " * (-len(text) % 8)
     try:
         file.write(len(text).to_bytes(8, "little") + text)
-        _write_values(file, path, tensors)
+        for name, value in tensors.items():
+            file.write(_bytes(path, name, value))
     except OSError as error:
         error.filename = str(path)
         raise
 
 
-def _write_values(file: BinaryIO, path: Path, tensors: Mapping[str, Any]) -> None:
-    for name, value in tensors.items():
-        array = np.asarray(value)
-        if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
-            raise CheckpointError(
-                f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
-                f"{array.dtype}."
-            )
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+def _bytes(path: Path, name: str, value: Any) -> Any:
+    array = np.asarray(value)
+    if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
+        raise CheckpointError(
+            f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
+            f"{array.dtype}."
+        )
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
 # ---- which files ----
@@ -273,7 +259,7 @@ def _of_index(path: Path) -> Tensors:
     for file in files:
         if file in ("", ".", "..") or Path(file).name != file or "\\" in file or "\0" in file:
             raise CheckpointError(f"{path}: {file!r} is not the name of a file in the same folder.")
-    tensors = Tensors(path.with_name(file) for file in files)
+    tensors = Tensors(_opened(path.with_name(file)) for file in files)
     held = {(name, one.name) for one, within in tensors.files.items() for name in within}
     missing = next((one for one in names.items() if one not in held), None)
     if missing is not None:
@@ -289,8 +275,8 @@ def _of_index(path: Path) -> Tensors:
 # ---- one file ----
 
 
-def _opened(path: Path) -> tuple[dict[str, Entry], dict[str, str], mmap.mmap]:
-    """Return the entries of a file in the order of their bytes, its metadata, and its content."""
+def _opened(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
+    """Return a file's path, its tensors in the order of their bytes, and its metadata."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
@@ -309,17 +295,26 @@ def _opened(path: Path) -> tuple[dict[str, Entry], dict[str, str], mmap.mmap]:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CheckpointError(f"{path}: '__metadata__' in the header is not a table of texts.")
     ranges = sorted((_range(path, name, about) for name, about in header.items()), key=lambda one: one[1:3])
-    entries: dict[str, Entry] = {}
+    tensors: dict[str, Tensor] = {}
     end = 0
     for name, begin, stop, dtype, shape in ranges:
         if begin != end:
             kind = "overlaps the one before it" if begin < end else f"begins {begin - end:,} bytes after the one before"
             raise CheckpointError(f"{path}: the tensor {name!r} {kind}.")
-        entries[name], end = Entry(dtype, shape, 8 + length + begin), stop
+        tensors[name], end = _view(content, 8 + length + begin, name, dtype, shape), stop
     if 8 + length + end != size:
         cut = "The file is cut short" if 8 + length + end > size else "The rest belongs to no tensor"
         raise CheckpointError(f"{path}: the tensors end at byte {8 + length + end:,} of {size:,}. {cut}.")
-    return entries, metadata, content
+    return path, tensors, metadata
+
+
+def _view(content: mmap.mmap, begin: int, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    def make() -> np.ndarray:
+        if dtype in OPAQUE:
+            raise CheckpointError(f"the tensor {name!r} has dtype {dtype}, which NumPy cannot hold.")
+        return np.frombuffer(content, DTYPES[dtype], math.prod(shape), begin).reshape(shape)
+
+    return Tensor(shape, dtype if dtype in OPAQUE else np.dtype(DTYPES[dtype]), make)
 
 
 def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
@@ -333,8 +328,7 @@ def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple
         raise CheckpointError(f"{path}: the tensor {name!r} has dtype {dtype!r}. Supported: {known}.")
     if len(shape) > 32:
         raise CheckpointError(f"{path}: the tensor {name!r} has {len(shape)} axes, and at most 32 are supported.")
-    if 0 in shape and math.prod(n for n in shape if n) >= 1 << 59:  # NumPy has no such array, even without values
-        raise CheckpointError(f"{path}: the tensor {name!r} of shape {shape} is too large.")
+    refuse_huge(path, name, shape)
     bits = OPAQUE.get(dtype) or 8 * np.dtype(DTYPES[dtype]).itemsize
     size = -(-math.prod(shape) * bits // 8)
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
@@ -343,6 +337,12 @@ def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple
             f"are {offsets}."
         )
     return name, offsets[0], offsets[1], dtype, shape
+
+
+def refuse_huge(path: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse the shape of an empty array that NumPy cannot make. One with values is limited by the file."""
+    if 0 in shape and math.prod(n for n in shape if n) >= 1 << 59:
+        raise CheckpointError(f"{path}: the tensor {name!r} of shape {shape} is too large.")
 
 
 def _json(path: Path, text: bytes) -> Any:

@@ -2,7 +2,8 @@
 
 They know nothing of sparsity: `nm.nnx.sparsify` adds it.
 
-Each file has ``SIZES``, the arguments of common sizes. Layers compute in ``dtype``: float32 if it is None, or
+Each file has ``SIZES``, the arguments of common sizes. `nmjax.models.transformer.Transformer` describes the arguments
+that transformers share. Layers compute in ``dtype``: float32 if it is None, or
 bfloat16. Parameters, norms, softmax and logits are float32 in any case. The blocks of a transformer are a list, with
 paths such as ``blocks/0/attention/query`` and ``blocks/0/mlp/up``. With ``scan=True`` they are one stack,
 ``blocks/attention/query``, which compiles once for all blocks. With ``remat=True`` the backward pass computes each

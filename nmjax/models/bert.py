@@ -11,14 +11,13 @@ from nmjax.models.transformer import (
     INIT,
     Block,
     Dropout,
-    check_tokens,
+    Transformer,
     dropped,
-    each_key,
+    embedded,
     keys_of,
     linear,
     norm,
     repeat,
-    through,
 )  # fmt: skip
 
 SIZES = {
@@ -28,7 +27,7 @@ SIZES = {
 }
 
 
-class BERT(nnx.Module):
+class BERT(Transformer):
     """BERT: a post-norm encoder, a pooler on its first token, and a head on the pooler.
 
     Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (arXiv 1810.04805). With 30522 tokens and a
@@ -62,29 +61,11 @@ class BERT(nnx.Module):
         lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the model.
+        """Make the model. Arguments that are not described here are those of `nmjax.models.transformer.Transformer`.
 
         Args:
-          vocabulary: The number of tokens.
-          length: The greatest number of positions.
           types: The number of sentence types.
-          width: The number of features.
-          depth: The number of blocks.
-          heads: The number of attention heads, which must divide ``width``.
-          hidden: The number of hidden features of the perceptrons.
-          classes: The number of classes.
-          epsilon: The epsilon of the norms.
           dropout: The rate of dropout: of the embedding, in the blocks, and before the head. The paper has 0.1.
-          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
-          dtype: The dtype that layers compute in; None is float32.
-          scan: True to stack the blocks, which compile once for all.
-          remat: True to compute blocks again in the backward pass, to save memory.
-          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
-          rngs: The random numbers of the parameters.
-
-        Raises:
-          ValueError: ``heads`` does not divide ``width``, ``depth`` is less than 1, or ``dropout`` is not from 0 to
-            less than 1.
         """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
@@ -97,8 +78,8 @@ class BERT(nnx.Module):
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.pooler = linear(width, width, dtype=dtype, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
-        self.length, self.depth, self.dropout = length, depth, dropout
-        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
+        self.length = length
+        self._take(depth, dtype, remat, lean, dropout)
 
     def __call__(
         self,
@@ -109,27 +90,10 @@ class BERT(nnx.Module):
     ) -> Float[Array, "batch classes"]:
         """Return the logits of the classes, in float32.
 
-        Args:
-          tokens: The tokens of each text.
-          mask: True for tokens, False for padding.
-          types: The sentence that each token belongs to: 0 for the first, 1 for the second.
-          key: The key of dropout. Without it there is none.
-
-        Raises:
-          ValueError: The shapes differ, or texts are longer than ``length``.
+        ``types`` is the sentence that each token belongs to: 0 for the first, 1 for the second.
         """
         keys = keys_of(key, 2)
-        return self.logits(self._blocks(tokens, mask, types, keys[0], every=False), keys[1])
-
-    def hidden(
-        self,
-        tokens: Int[Array, "batch time"],
-        mask: Bool[Array, "batch time"] | None = None,
-        types: Int[Array, "batch time"] | None = None,
-        key: jax.Array | None = None,
-    ) -> Float[Array, "states batch time width"]:
-        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
-        return self._blocks(tokens, mask, types, key, every=True)
+        return self.logits(self._states(tokens, mask, types, keys[0]), keys[1])
 
     def logits(
         self, x: Float[Array, "batch time width"], key: jax.Array | None = None
@@ -137,17 +101,13 @@ class BERT(nnx.Module):
         """Return the logits of the classes from the last hidden state."""
         return self.head(dropped(jnp.tanh(self.pooler(x[:, 0])), self.dropout, key))
 
-    def _blocks(
-        self, tokens: jax.Array, mask: jax.Array | None, types: jax.Array | None, key: jax.Array | None, every: bool
-    ) -> jax.Array:
-        """Return the output of the last block, or all hidden states."""
-        check_tokens(tokens, self.length)
+    def _states(
+        self, tokens: jax.Array, mask: jax.Array | None = None, types: jax.Array | None = None,
+        key: jax.Array | None = None, every: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        x = embedded(self, tokens)
         for name, value in (("mask", mask), ("types", types)):
             if value is not None and value.shape != tokens.shape:
                 raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {value.shape}.")
-        # Rows are read in float32, so that their gradients are summed in float32.
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.norm(x + self.types(jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
-        keys, mask = keys_of(key, 2), None if mask is None else mask.astype(bool)
-        x, each = dropped(x, self.dropout, keys[0]), (each_key(keys[1], self.depth),)
-        return through(self.blocks, x, mask, each=each, remat=self.remat, lean=self.lean, every=every)
+        return self._through(x, None if mask is None else mask.astype(bool), key, every)

@@ -11,7 +11,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from nmjax.fusing import fused
-from nmjax.models.transformer import INIT, Scores, check_tokens, repeat, through, wide_einsum, wide_precision
+from nmjax.models.transformer import (
+    INIT,
+    Scores,
+    Transformer,
+    check_tokens,
+    repeat,
+    through,
+    unembedded,
+    wide_einsum,
+    wide_precision,
+)  # fmt: skip
 
 SIZES = {  # sizes only; checkpoints.load also sets the norms and positions of each kind
     "tiny": {"width": 128, "depth": 4, "heads": 4, "kv_heads": 2, "hidden": 384},
@@ -73,13 +83,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, epsilon: float, *, offset: float) -> None:
-        """Make the norm.
-
-        Args:
-          width: The number of features.
-          epsilon: The number that is added to the mean square.
-          offset: The number that is added to the scale. Gemma's scales have an offset of 1.
-        """
+        """Make the norm. ``offset`` is added to the scale: Gemma's scales have an offset of 1."""
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32))
         self.epsilon, self.offset = epsilon, offset
 
@@ -203,7 +207,7 @@ class Block(nnx.Module):
         return x + added(self.mlp(self.norm2(x)), self.out_norm2)
 
 
-class Decoder(nnx.Module):
+class Decoder(Transformer):
     """A causal transformer with RMS norms, rotary positions, grouped queries and gated perceptrons.
 
     Its options make it a Llama 3 (arXiv 2407.21783), Qwen 2 (arXiv 2407.10671), Qwen 3 (arXiv 2505.09388) or Gemma 3
@@ -247,19 +251,13 @@ class Decoder(nnx.Module):
         lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the model.
+        """Make the model. Arguments that are not described here are those of `nmjax.models.transformer.Transformer`.
 
         Args:
-          vocabulary: The number of tokens.
-          length: The greatest number of positions.
-          width: The number of features.
-          depth: The number of blocks.
           heads: The number of heads of queries.
           kv_heads: The number of heads of keys and values, which must divide ``heads``.
           features: The number of features of a head; None is ``width // heads``.
-          hidden: The number of hidden features of the perceptrons.
           activation: The activation of the gate.
-          epsilon: The epsilon of the norms.
           rotary: The rotary positions.
           local_rotary: The rotary positions of local blocks.
           local: For each block, True if it sees only a window of positions; None if all see everything before them.
@@ -271,15 +269,6 @@ class Decoder(nnx.Module):
           query_scale: The factor of the logits of attention; None is one over the square root of ``features``.
           embedding_scale: The factor of the embedding, the square root of ``width`` in Gemma 3.
           tied: True if the head is the embedding.
-          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
-          dtype: The dtype that layers compute in; None is float32.
-          scan: True to stack the blocks, which compile once for all.
-          remat: True to compute blocks again in the backward pass, to save memory.
-          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
-          rngs: The random numbers of the parameters.
-
-        Raises:
-          ValueError: Sizes do not fit each other.
         """
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads, both at least 1, got kv_heads={kv_heads} and heads={heads}.")
@@ -308,37 +297,20 @@ class Decoder(nnx.Module):
         self.rotaries = (rotary, local_rotary)
         self.local = local if local is not None and any(local) else None
         self.length, self.features, self.embedding_scale = length, features, embedding_scale
-        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
+        self._take(depth, dtype, remat, lean)
 
     def __call__(
         self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
     ) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32.
-
-        Args:
-          tokens: The tokens of each text.
-          mask: True for tokens, False for padding; None if there is none.
-
-        Raises:
-          ValueError: Texts are longer than ``length``, or a shape is not [batch, time].
-        """
-        return self.logits(self._blocks(tokens, mask, every=False))
-
-    def hidden(
-        self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "states batch time width"]:
-        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
-        return self._blocks(tokens, mask, every=True)
+        """Return the logits of every next token, in float32."""
+        return self.logits(self._states(tokens, mask))
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
         """Return the logits of every next token from the last hidden state."""
         x = self.norm(x)
-        if self.head is not None:
-            return self.head(x)
-        return wide_einsum("btw,vw->btv", x, self.tokens.embedding[...], self.dtype)
+        return unembedded(self, x) if self.head is None else self.head(x)
 
-    def _blocks(self, tokens: jax.Array, mask: jax.Array | None, every: bool) -> jax.Array:
-        """Return the output of the last block, or all hidden states."""
+    def _states(self, tokens: jax.Array, mask: jax.Array | None = None, every: bool = False) -> jax.Array:
         check_tokens(tokens, self.length)
         if mask is not None and mask.shape != tokens.shape:
             raise ValueError(f"mask has the shape of tokens, {tokens.shape}, got {mask.shape}.")

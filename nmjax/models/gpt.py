@@ -14,14 +14,11 @@ from nmjax.models.transformer import (
     INIT,
     Block,
     Dropout,
-    check_tokens,
-    dropped,
-    each_key,
-    keys_of,
+    Transformer,
+    embedded,
     norm,
     repeat,
-    through,
-    wide_einsum,
+    unembedded,
 )  # fmt: skip
 
 SIZES = {
@@ -33,7 +30,7 @@ SIZES = {
 }
 
 
-class GPT(nnx.Module):
+class GPT(Transformer):
     """GPT-2: a causal pre-norm transformer. Its head is its embedding.
 
     Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019,
@@ -66,28 +63,7 @@ class GPT(nnx.Module):
         lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the model.
-
-        Args:
-          vocabulary: The number of tokens.
-          length: The greatest number of positions.
-          width: The number of features.
-          depth: The number of blocks.
-          heads: The number of attention heads, which must divide ``width``.
-          hidden: The number of hidden features of the perceptrons.
-          epsilon: The epsilon of the norms.
-          dropout: The rate of dropout, of the embedding and in the blocks. GPT-2 has 0.1.
-          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
-          dtype: The dtype that layers compute in; None is float32.
-          scan: True to stack the blocks, which compile once for all.
-          remat: True to compute blocks again in the backward pass, to save memory.
-          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
-          rngs: The random numbers of the parameters.
-
-        Raises:
-          ValueError: ``heads`` does not divide ``width``, ``depth`` is less than 1, or ``dropout`` is not from 0 to
-            less than 1.
-        """
+        """Make the model. The arguments are those of `nmjax.models.transformer.Transformer`. GPT-2 has dropout=0.1."""
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
 
@@ -101,43 +77,21 @@ class GPT(nnx.Module):
 
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, epsilon, rngs=rngs)
-        self.length, self.depth, self.dropout = length, depth, dropout
-        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
+        self.length = length
+        self._take(depth, dtype, remat, lean, dropout)
 
     def __call__(
         self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
     ) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32.
-
-        Args:
-          tokens: The tokens of each text.
-          key: The key of dropout. Without it there is none.
-
-        Raises:
-          ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
-        """
-        return self.logits(self._blocks(tokens, key, every=False))
-
-    def hidden(
-        self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
-    ) -> Float[Array, "states batch time width"]:
-        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
-        return self._blocks(tokens, key, every=True)
+        """Return the logits of every next token, in float32."""
+        return self.logits(self._states(tokens, key))
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
         """Return the logits of every next token from the last hidden state."""
-        # `self.tokens.attend` would round the logits to the dtype.
-        return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
+        return unembedded(self, self.norm(x))
 
-    def _blocks(self, tokens: jax.Array, key: jax.Array | None, every: bool) -> jax.Array:
-        """Return the output of the last block, or all hidden states."""
-        check_tokens(tokens, self.length)
-        # Rows are read in float32, so that their gradients are summed in float32: a batch may have one token thousands
-        # of times.
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
-        keys = keys_of(key, 2)
-        x, each = dropped(x.astype(self.dtype), self.dropout, keys[0]), (each_key(keys[1], self.depth),)
-        return through(self.blocks, x, None, each=each, remat=self.remat, lean=self.lean, every=every)
+    def _states(self, tokens: jax.Array, key: jax.Array | None = None, every: bool = False) -> jax.Array:
+        return self._through(embedded(self, tokens).astype(self.dtype), None, key, every)
 
 
 def generate(

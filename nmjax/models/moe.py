@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from nmjax.models.transformer import INIT, Attention, Initializer, check_tokens, norm, wide_einsum
+from nmjax.models.transformer import INIT, Attention, Initializer, embedded, norm, unembedded
 
 SIZES = {
     "tiny": {"width": 128, "depth": 4, "heads": 4, "hidden": 256, "experts": 4, "top": 2},
@@ -30,16 +30,7 @@ class Experts(nnx.Module):
         self, experts: int, inputs: int, outputs: int, init: Initializer = INIT, *, dtype: DTypeLike | None,
         rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        """Make the layer.
-
-        Args:
-          experts: The number of experts.
-          inputs: The number of features that an expert takes.
-          outputs: The number of features that it gives.
-          init: The initializer of an expert's kernel.
-          dtype: The dtype that the layer computes in; None is float32.
-          rngs: The random numbers.
-        """
+        """Make the layer, of ``inputs`` and ``outputs`` features."""
         self.kernel_shape = (experts, inputs, outputs)
         self.kernel = nnx.Param(init(rngs.params(), self.kernel_shape, jnp.float32))
         self.dtype = dtype
@@ -48,12 +39,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens inputs"], sizes: Int[Array, " experts"]
     ) -> Float[Array, "tokens outputs"]:
-        """Return the output of each token's expert.
-
-        Args:
-          x: The tokens, sorted by expert.
-          sizes: The number of tokens of each expert.
-        """
+        """Return the output of each token's expert, for tokens sorted by expert and the number of tokens of each."""
         x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
         return lax.ragged_dot(x, kernel, sizes)
 
@@ -78,20 +64,11 @@ class Mixture(nnx.Module):
         self, width: int, hidden: int, experts: int, top: int, *, inits: tuple[Initializer, Initializer] = (INIT, INIT),
         rate: float = 1e-3, dtype: DTypeLike | None = None, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        """Make the router and the experts.
+        """Make the router, which computes in float32, and the experts. Other arguments are those of `MoE`.
 
         Args:
-          width: The number of features of input and output.
-          hidden: The number of hidden features of an expert.
-          experts: The number of experts.
-          top: The number of experts that a token uses.
           inits: The initializers of the experts' layers *up* and *down*.
           rate: The change of the balance in a call.
-          dtype: The dtype that the experts compute in; None is float32. The router computes in float32.
-          rngs: The random numbers.
-
-        Raises:
-          ValueError: ``top`` is not a number from 1 to ``experts``.
         """
         if not 1 <= top <= experts:
             raise ValueError(f"top is the number of experts that a token uses, from 1 to experts={experts}, got {top}.")
@@ -120,14 +97,7 @@ class Block(nnx.Module):
     """A transformer block: attention and a mixture of experts, each added to its input. Norms compute in float32."""
 
     def __init__(self, width: int, heads: int, mixture: Mixture, **options: Any) -> None:
-        """Make the layers of a block.
-
-        Args:
-          width: The number of features.
-          heads: The number of heads.
-          mixture: The mixture of experts.
-          **options: The other arguments of `Attention`.
-        """
+        """Make the layers of a block. The options are further arguments of `Attention`."""
         self.norm1 = norm(width, 1e-5, rngs=options["rngs"])
         self.attention = Attention(width, heads, causal=True, **options)
         self.norm2 = norm(width, 1e-5, rngs=options["rngs"])
@@ -164,24 +134,12 @@ class MoE(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the model.
+        """Make the model. Arguments that are not described here are those of `nmjax.models.transformer.Transformer`.
 
         Args:
-          vocabulary: The number of tokens.
-          length: The greatest number of positions.
-          width: The number of features.
-          depth: The number of blocks.
-          heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of an expert.
           experts: The number of experts in a block.
           top: The number of experts that a token uses.
-          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
-          dtype: The dtype that layers compute in; None is float32.
-          rngs: The random numbers of the parameters.
-
-        Raises:
-          ValueError: ``heads`` does not divide ``width``, ``depth`` is less than 1, or ``top`` is not from 1 to
-            ``experts``.
         """
         if depth < 1:
             raise ValueError(f"depth is the number of blocks, at least 1, got {depth}.")
@@ -196,16 +154,8 @@ class MoE(nnx.Module):
         self.length, self.dtype = length, dtype or jnp.float32
 
     def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32.
-
-        Args:
-          tokens: The tokens of each text.
-
-        Raises:
-          ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
-        """
-        check_tokens(tokens, self.length)
-        x = (self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]).astype(self.dtype)
+        """Return the logits of every next token, in float32."""
+        x = embedded(self, tokens).astype(self.dtype)
         for block in self.blocks:
             x = block(x)
-        return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
+        return unembedded(self, self.norm(x))

@@ -24,17 +24,8 @@ def conv(
     With a stride, "SAME" would pad one side more than the other.
     """
     init = jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-    return nnx.Conv(
-        inputs,
-        outputs,
-        (size, size),
-        strides=stride,
-        padding=size // 2,
-        use_bias=False,
-        kernel_init=init,
-        dtype=dtype,
-        rngs=rngs,
-    )
+    options = {"padding": size // 2, "use_bias": False, "kernel_init": init, "dtype": dtype, "rngs": rngs}
+    return nnx.Conv(inputs, outputs, (size, size), strides=stride, **options)
 
 
 def norm(width: int, *, rngs: nnx.Rngs) -> nnx.BatchNorm:
@@ -51,16 +42,7 @@ class Block(nnx.Module):
     def __init__(
         self, inputs: int, width: int, stride: int, bottleneck: bool, *, dtype: DTypeLike | None, rngs: nnx.Rngs
     ) -> None:
-        """Make the layers of a block.
-
-        Args:
-          inputs: The number of input channels.
-          width: The number of channels of the 3x3 convolution.
-          stride: The stride, which divides the image's sides.
-          bottleneck: True for a bottleneck.
-          dtype: The dtype that convolutions compute in; None is float32.
-          rngs: The random numbers of the parameters.
-        """
+        """Make the layers of a block. ``width`` is the number of channels of the 3x3 convolution."""
         make, normed = partial(conv, dtype=dtype, rngs=rngs), partial(norm, rngs=rngs)
         outputs = 4 * width if bottleneck else width
         if bottleneck:

@@ -67,9 +67,6 @@ def check_rate(rate: float) -> None:
 def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Return ``x`` with a share of its values set to 0 and the others scaled up; ``x`` itself without a key.
 
-    Raises:
-      ValueError: The rate is not from 0 to less than 1.
-
     >>> dropped(jnp.ones(8), 0.5, jax.random.key(0))
     Array([0., 0., 2., 2., 0., 2., 2., 0.], dtype=float32)
     """
@@ -99,13 +96,7 @@ class Scores(nnx.Module):
     """
 
     def __init__(self, heads: int, features: int, dtype: DTypeLike | None) -> None:
-        """Make the layer.
-
-        Args:
-          heads: The number of attention heads.
-          features: The number of features of a head.
-          dtype: The dtype of its operands; None is float32.
-        """
+        """Make the layer, for ``features`` of a head. ``dtype`` is that of its operands."""
         self.heads, self.features, self.dtype = heads, features, dtype
         self.marker = Marker(jnp.zeros((1, 1, 1, 1)))
 
@@ -131,20 +122,12 @@ class Attention(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the four layers.
+        """Make the four layers. Arguments that are not described here are those of `Transformer`.
 
         Args:
-          width: The number of features.
-          heads: The number of heads, which must divide ``width``.
           causal: True if a position sees only itself and earlier positions.
-          scores: True to make the product of scores and values a layer, `Scores`.
           dropout: The rate of dropout after the softmax.
           inits: The initializers of query, key and value, and of the output layer.
-          dtype: The dtype that layers compute in; None is float32.
-          rngs: The random numbers.
-
-        Raises:
-          ValueError: ``heads`` does not divide ``width``, or ``dropout`` is not from 0 to less than 1.
         """
         check_rate(dropout)
         if heads < 1 or width % heads:
@@ -192,20 +175,7 @@ class Mlp(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the two layers.
-
-        Args:
-          width: The number of features of input and output.
-          hidden: The number of features between the layers.
-          activation: The function between the layers.
-          dropout: The rate of dropout between the layers.
-          inits: The initializers of *up* and *down*.
-          dtype: The dtype that layers compute in; None is float32.
-          rngs: The random numbers.
-
-        Raises:
-          ValueError: ``dropout`` is not from 0 to less than 1.
-        """
+        """Make the two layers. ``dropout`` is the rate between them, and ``inits`` are those of *up* and *down*."""
         check_rate(dropout)
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
@@ -235,24 +205,12 @@ class Block(nnx.Module):
         dtype: DTypeLike | None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the layers of a block.
+        """Make the layers of a block. Arguments that are not described here are those of `Transformer` and `Attention`.
 
         Args:
-          width: The number of features.
-          heads: The number of heads.
-          hidden: The number of hidden features of the perceptron.
           activation: The activation of the perceptron.
-          epsilon: The epsilon of the norms.
-          causal: True if a position sees only itself and earlier positions.
-          scores: As in `Attention`.
           post: True if the norms follow the sums; else they stand before attention and perceptron.
-          dropout: The rates of dropout.
           inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
-          dtype: The dtype that layers compute in; None is float32.
-          rngs: The random numbers.
-
-        Raises:
-          ValueError: ``heads`` does not divide ``width``, or a rate of dropout is not from 0 to less than 1.
         """
         check_rate(dropout.sums)
         self.norm1 = norm(width, epsilon, rngs=rngs)
@@ -287,17 +245,7 @@ def norm(width: int, epsilon: float, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 def repeat(
     make: Callable[[nnx.Rngs], nnx.Module], depth: int, *, scan: bool, rngs: nnx.Rngs
 ) -> Any:  # fmt: skip
-    """Return ``depth`` blocks.
-
-    Args:
-      make: A function that makes a block.
-      depth: The number of blocks.
-      scan: False for a list; True for one block whose parameters have a leading axis.
-      rngs: The random numbers.
-
-    Raises:
-      ValueError: ``depth`` is less than 1.
-    """
+    """Return ``depth`` blocks: a list, or with ``scan`` one block whose parameters have a leading axis."""
     if depth < 1:
         raise ValueError(f"depth is the number of blocks, at least 1, got {depth}.")
     if scan:
@@ -319,9 +267,6 @@ def through(
       remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
       lean: True to compute again only what `nmjax.policies.keep_sparse` does not keep.
       every: True to return ``x`` and the outputs of all blocks, stacked along a leading axis.
-
-    Raises:
-      ValueError: ``remat`` and ``lean`` are both True.
     """
     # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
     # apart from its transpose, so there nothing need keep XLA from merging the two.
@@ -344,11 +289,6 @@ def through(
     return jnp.concatenate([x[None], outputs[1]])
 
 
-def each_key(key: jax.Array | None, depth: int) -> jax.Array | None:
-    """Return a key for each block, for `through`; None without a key."""
-    return None if key is None else jax.random.split(key, depth)
-
-
 def check_tokens(tokens: Int[Array, "..."], length: int) -> None:
     """Refuse tokens that are not of shape [batch, time], or longer than a model's length."""
     if tokens.ndim != 2 or not 0 < tokens.shape[1] <= length:
@@ -356,3 +296,65 @@ def check_tokens(tokens: Int[Array, "..."], length: int) -> None:
             f"tokens are integers of shape [batch, time], with a time from 1 to length={length}, got {tokens.shape}. "
             f"Cut them, as tokens[:, :{length}], or make the model with a larger length."
         )
+
+
+class Transformer(nnx.Module):
+    """What transformers share: their arguments, and the way through their blocks.
+
+    The signature of a model says which of these arguments it takes. It raises ValueError if sizes do not fit each
+    other, ``depth`` is less than 1, or ``dropout`` is not from 0 to less than 1.
+
+    A call takes the tokens of each text, at most ``length``, or images with normalised pixels. ``mask`` is True for
+    tokens and False for padding. ``key`` is the key of dropout; without it there is none. A call raises ValueError if a
+    shape does not fit.
+
+    Args:
+      vocabulary: The number of tokens.
+      length: The greatest number of positions.
+      width: The number of features.
+      depth: The number of blocks.
+      heads: The number of attention heads, which must divide ``width``.
+      hidden: The number of hidden features of the perceptrons.
+      classes: The number of classes.
+      epsilon: The epsilon of the norms.
+      dropout: The rate of dropout, of the embedding and in the blocks.
+      scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
+      dtype: The dtype that layers compute in; None is float32.
+      scan: True to stack the blocks, which compile once for all.
+      remat: True to compute blocks again in the backward pass, to save memory.
+      lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
+      rngs: The random numbers of the parameters.
+    """
+
+    blocks: Any
+    _states: Callable[..., jax.Array]
+    dropout: float = 0.0
+
+    def _take(self, depth: int, dtype: DTypeLike | None, remat: bool, lean: bool, dropout: float = 0.0) -> None:
+        """Keep the options that a call needs."""
+        self.depth, self.dropout = depth, dropout
+        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
+
+    def hidden(self, *inputs: Any, **options: Any) -> Float[Array, "states batch positions width"]:
+        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
+        return self._states(*inputs, **options, every=True)
+
+    def _through(self, x: jax.Array, mask: jax.Array | None, key: jax.Array | None, every: bool) -> jax.Array:
+        """Return the output of the last block, or all hidden states, with dropout if there is a key."""
+        first, rest = keys_of(key, 2)
+        x, each = dropped(x, self.dropout, first), None if rest is None else jax.random.split(rest, self.depth)
+        return through(self.blocks, x, mask, each=(each,), remat=self.remat, lean=self.lean, every=every)
+
+
+def embedded(model: Any, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
+    """Return the sum of the embeddings of tokens and positions.
+
+    Rows are read in float32, so that their gradients are summed in float32: a batch may have one token very often.
+    """
+    check_tokens(tokens, model.length)
+    return model.tokens(tokens) + model.positions(jnp.arange(tokens.shape[1]))[None]
+
+
+def unembedded(model: Any, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
+    """Return the logits of every next token. ``model.tokens.attend`` would round them to the dtype."""
+    return wide_einsum("btw,vw->btv", x, model.tokens.embedding[...], model.dtype)

@@ -7,18 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from nmjax.kernels.activations import exact_gelu
-from nmjax.models.transformer import (
-    INIT,
-    Block,
-    Dropout,
-    dropped,
-    each_key,
-    keys_of,
-    linear,
-    norm,
-    repeat,
-    through,
-)  # fmt: skip
+from nmjax.models.transformer import INIT, Block, Dropout, Transformer, linear, norm, repeat
 
 SIZES = {
     "tiny": {"width": 64, "depth": 4, "heads": 4, "hidden": 256},  # for 8x8 digits on a laptop
@@ -29,7 +18,7 @@ SIZES = {
 }
 
 
-class ViT(nnx.Module):
+class ViT(Transformer):
     """ViT: a pre-norm transformer whose tokens are the patches of an image.
 
     Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929); sizes Ti and S are by Touvron et al. (arXiv
@@ -65,30 +54,14 @@ class ViT(nnx.Module):
         lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the model.
+        """Make the model. Arguments that are not described here are those of `nmjax.models.transformer.Transformer`.
 
         Args:
           image: The height and width of the images.
           channels: The number of channels of the images.
           patch: The height and width of a patch, which must divide ``image``.
-          classes: The number of classes.
-          width: The number of features.
-          depth: The number of blocks.
-          heads: The number of attention heads, which must divide ``width``.
-          hidden: The number of hidden features of the perceptrons.
           pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
-          epsilon: The epsilon of the norms.
           dropout: The rate of dropout: of the embedding, and in blocks after each layer except query, key and value.
-          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
-          dtype: The dtype that layers compute in; None is float32.
-          scan: True to stack the blocks, which compile once for all.
-          remat: True to compute blocks again in the backward pass, to save memory.
-          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
-          rngs: The random numbers of the parameters.
-
-        Raises:
-          ValueError: A size does not divide another, ``depth`` is less than 1, ``pool`` is neither, or ``dropout`` is
-            not from 0 to less than 1.
         """
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool is 'cls' or 'mean', got {pool!r}.")
@@ -110,36 +83,21 @@ class ViT(nnx.Module):
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, epsilon, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
-        self.shape, self.depth, self.dropout = (image, image, channels), depth, dropout
-        self.remat, self.lean = remat, lean
+        self.shape = (image, image, channels)
+        self._take(depth, dtype, remat, lean, dropout)
 
     def __call__(
         self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
     ) -> Float[Array, "batch classes"]:
-        """Return the logits of the classes, in float32.
-
-        Args:
-          images: Images with normalised pixels.
-          key: The key of dropout. Without it there is none.
-
-        Raises:
-          ValueError: The shape does not fit.
-        """
-        return self.logits(self._blocks(images, key, every=False))
-
-    def hidden(
-        self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
-    ) -> Float[Array, "states batch tokens width"]:
-        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
-        return self._blocks(images, key, every=True)
+        """Return the logits of the classes, in float32."""
+        return self.logits(self._states(images, key))
 
     def logits(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch classes"]:
         """Return the logits of the classes from the last hidden state."""
         x = self.norm(x)
         return self.head(x.mean(1) if self.cls is None else x[:, 0])
 
-    def _blocks(self, images: jax.Array, key: jax.Array | None, every: bool) -> jax.Array:
-        """Return the output of the last block, or all hidden states."""
+    def _states(self, images: jax.Array, key: jax.Array | None = None, every: bool = False) -> jax.Array:
         if images.ndim != 4 or images.shape[1:] != self.shape:
             raise ValueError(f"images are of shape [batch, {', '.join(map(str, self.shape))}], got {images.shape}.")
         x = self.patches(images)
@@ -147,7 +105,4 @@ class ViT(nnx.Module):
         if self.cls is not None:
             cls = jnp.broadcast_to(self.cls[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
             x = jnp.concatenate([cls, x], axis=1)
-        x = x + self.positions[...].astype(x.dtype)[None]
-        keys = keys_of(key, 2)
-        x, each = dropped(x, self.dropout, keys[0]), (each_key(keys[1], self.depth),)
-        return through(self.blocks, x, None, each=each, remat=self.remat, lean=self.lean, every=every)
+        return self._through(x + self.positions[...].astype(x.dtype)[None], None, key, every)

@@ -130,12 +130,16 @@ def test_a_folder_whose_last_file_is_in_place_can_be_read(tmp_path):
 
 @pytest.mark.parametrize("left", [99, 0])
 def test_a_file_is_old_or_new(left, tmp_path):
+    """The files of a folder beside it stay, also if a draft that is whole would replace them."""
     (tmp_path / "a.onnx").write_text("old")
     assert written(tmp_path / "a.onnx", left)
     assert visible(tmp_path) == {"a.onnx": "old"}
     assert len(content(tmp_path)) == 2
+    whole = f".{tmp_path.name}.01234567.whole"
+    (tmp_path / whole).mkdir()
+    (tmp_path / whole / "b.onnx").write_text("of another")
     assert not written(tmp_path / "a.onnx", 50)
-    assert content(tmp_path) == {"a.onnx": "new"}
+    assert content(tmp_path) == {"a.onnx": "new", f"{whole}/b.onnx": "of another"}
 
 
 def test_a_draft_of_a_living_process_is_left_alone(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 
-from nmjax.checkpoints import tensors as files
 from nmjax.checkpoints.tensors import DTYPES, INDEX, CheckpointError, read, write
 
 PEERS = ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "U16", "U32", "U64"]
@@ -58,17 +56,6 @@ def test_every_dtype_comes_back_bit_for_bit(dtype, shape, tmp_path):
     assert not got["x"].flags.writeable
 
 
-@pytest.mark.parametrize("dtype", PEERS)
-def test_the_package_reads_what_is_written_here(dtype, tmp_path):
-    values = {"b": some(dtype, (3, 5)), "a": some(dtype, (7,), 1), "none": some(dtype, (0, 2))}
-    write(tmp_path / "m.safetensors", values, {"format": "pt", "é": "x"})
-    theirs = safetensors.numpy.load_file(tmp_path / "m.safetensors")
-    assert set(theirs) == set(values)
-    assert all(same(theirs[name], value) for name, value in values.items())
-    with safetensors.safe_open(tmp_path / "m.safetensors", "np") as opened:
-        assert opened.metadata() == {"format": "pt", "é": "x"}
-
-
 @given(
     named=st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__"),
@@ -76,7 +63,7 @@ def test_the_package_reads_what_is_written_here(dtype, tmp_path):
     ),
     metadata=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), st.just("x"), max_size=1),
 )  # fmt: skip
-def test_what_the_package_writes_is_read_and_written_as_the_same_bytes(tmp_path_factory, named, metadata):
+def test_the_package_and_this_read_and_write_the_same_bytes(tmp_path_factory, named, metadata):
     folder = tmp_path_factory.mktemp("peer")
     values = {name: some(dtype, tuple(shape)) for name, (dtype, shape) in named.items()}
     safetensors.numpy.save_file(values, folder / "theirs.safetensors", metadata or None)
@@ -86,6 +73,10 @@ def test_what_the_package_writes_is_read_and_written_as_the_same_bytes(tmp_path_
     assert all(same(got[name], value) for name, value in values.items())
     write(folder / "ours.safetensors", got, got.metadata)
     assert (folder / "ours.safetensors").read_bytes() == (folder / "theirs.safetensors").read_bytes()
+    write(folder / "other.safetensors", dict(reversed(values.items())), metadata)  # in an order that it never writes
+    theirs = safetensors.numpy.load_file(folder / "other.safetensors")
+    assert set(theirs) == set(values)
+    assert all(same(theirs[name], value) for name, value in values.items())
 
 
 def test_arrays_of_jax_views_and_other_byte_orders(tmp_path):
@@ -107,7 +98,8 @@ def test_several_files_and_an_index(tmp_path):
     write(tmp_path / "model-2.safetensors", {name: values[name] for name in ("w2", "w3")}, {"format": "other"})
     where = {"w3": "model-2.safetensors", "w0": "model-1.safetensors", "w1": "model-1.safetensors"}
     where["w2"] = "model-2.safetensors"
-    (tmp_path / f"model{INDEX}").write_text(json.dumps({"metadata": {"total_size": 80}, "weight_map": where}))
+    about = {"total_size": 80, "note": "\U0001f600"}  # two halves that JSON escapes are one character
+    (tmp_path / f"model{INDEX}").write_text(json.dumps({"metadata": about, "weight_map": where}))
     for path in (tmp_path, tmp_path / f"model{INDEX}"):
         got = read(path)
         assert set(got) == set(values)
@@ -115,7 +107,7 @@ def test_several_files_and_an_index(tmp_path):
         assert [(path.name, names) for path, names in got.files.items()] == [
             ("model-2.safetensors", ("w2", "w3")), ("model-1.safetensors", ("w0", "w1")),
         ]  # fmt: skip
-        assert got.metadata == {"format": "other"}
+        assert (got.metadata, got.about) == ({"format": "other"}, about)
     write(tmp_path / "model.safetensors", {"w0": values["w1"]})  # what other programs read in place of the index
     with pytest.raises(
         CheckpointError, match=r"has model.safetensors.index.json and, of other tensors, model.safetens"
@@ -186,38 +178,23 @@ def test_a_wrong_file_is_refused_with_a_sentence(header, said, tmp_path):
         ({"weight_map": {"b": "1.safetensors"}}, "the tensor 'b' is not in 1.safetensors, where the index has it"),
         ({"weight_map": {"a": "1.safetensors"}}, "the files have a tensor 'c' that the index does not have"),
         ({"weight_map": {"a": "1.safetensors", "c": "2.safetensors"}}, "the tensor 'c' is in another file"),
+        ({"weight_map": {"\ud800": "1.safetensors"}}, "a name or a text is not valid Unicode"),
+        ({"weight_map": {"a": "\udc00.safetensors"}}, "a name or a text is not valid Unicode"),
+        ({"weight_map": {"a": "3.safetensors"}}, "No such file or directory: '.*3.safetensors'"),
     ],
 )
 def test_a_wrong_index_is_refused_with_a_sentence(index, said, tmp_path):
     write(tmp_path / "1.safetensors", {"a": some("U8", (2,)), "c": some("U8", (2,))})
     write(tmp_path / "2.safetensors", {"c": some("U8", (2,))})
     (tmp_path / f"model{INDEX}").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises((CheckpointError, FileNotFoundError), match=said):
         read(tmp_path)
-
-
-@pytest.mark.parametrize("held", [r'{"\ud800": "1.safetensors"}', r'{"a": "\udc00.safetensors"}'])
-def test_an_index_of_names_that_cannot_be_encoded(held, tmp_path):
-    write(tmp_path / "1.safetensors", {"a": some("U8", (2,))})
-    (tmp_path / f"model{INDEX}").write_text(f'{{"weight_map": {held}}}')
-    with pytest.raises(CheckpointError, match="a name or a text is not valid Unicode"):
-        read(tmp_path)
-    (tmp_path / f"model{INDEX}").write_text(
-        r'{"weight_map": {"a": "1.safetensors"}, "metadata": {"b": "\ud83d\ude00"}}'
-    )
-    assert read(tmp_path).about == {"b": "\U0001f600"}  # two halves are one character
 
 
 def test_a_large_index_is_not_read_into_memory(tmp_path):
     with (tmp_path / f"model{INDEX}").open("wb") as file:
         file.truncate(1 << 40)  # zeros that take no place
     with pytest.raises(CheckpointError, match="take more than 32,000,000 bytes"):
-        read(tmp_path)
-
-
-def test_a_file_of_the_index_that_is_not_there(tmp_path):
-    (tmp_path / f"model{INDEX}").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match="1.safetensors"):
         read(tmp_path)
 
 
@@ -231,80 +208,49 @@ def test_a_folder_must_say_which_file(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_damaged_files_give_a_sentence_or_the_same_tensors(seed, tmp_path):
-    """A file with changed, cut or doubled bytes is refused, or only its values have changed."""
-    values = {"a": some("F32", (3, 2)), "b": some("BF16", (5,)), "c": some("I64", ())}
-    write(tmp_path / "m.safetensors", values, {"format": "pt"})
-    good, drawn, sentences = (tmp_path / "m.safetensors").read_bytes(), random.Random(seed), []
-    for _ in range(500):
-        bad = bytearray(good)
-        for _ in range(drawn.choice((1, 1, 2, 5))):
-            at = drawn.randrange(len(bad))
-            change = drawn.randrange(3)
-            if change == 0:
-                bad[at] = drawn.randrange(256)
-            elif change == 1:
-                del bad[at : at + drawn.randrange(1, 9)]
-            else:
-                bad[at:at] = bad[at : at + drawn.randrange(1, 9)]
-            if not bad:
-                bad = bytearray(b"\0")
-        (tmp_path / "bad.safetensors").write_bytes(bad)
-        try:
-            got = read(tmp_path / "bad.safetensors")
-        except CheckpointError as error:
-            sentences.append(str(error))
-            continue
-        assert sum(np.asarray(value).nbytes for value in got.values()) == sum(v.nbytes for v in values.values())
-    assert len(sentences) > 300
-    assert not any("\n" in sentence for sentence in sentences)
-
-
 # ---- writing ----
 
 
-def test_nothing_is_written_half(tmp_path):
-    path = tmp_path / "m.safetensors"
-    write(path, {"a": some("F32", (4,))})
-    before = path.read_bytes()
+class Odd:
+    """An array that gives other values than it declares, or none."""
 
-    class Broken:
-        dtype, shape = np.dtype(np.float32), (4,)
+    dtype, shape = np.dtype(np.float32), (4,)
 
-        def __array__(self, dtype=None, copy=None):
+    def __init__(self, value=None):
+        self.value = value
+
+    def __array__(self, dtype=None, copy=None):
+        if self.value is None:
             raise RuntimeError("no values")
-
-    with pytest.raises(RuntimeError, match="no values"):
-        write(path, {"a": some("F32", (4,)), "b": Broken()})
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["m.safetensors"]
+        return self.value
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "metadata", "said"),
     [
-        ({"a": np.array(["x"])}, "the tensor 'a' has dtype <U1, which safetensors lacks"),
-        ({"a": np.zeros(2, np.complex128)}, "the tensor 'a' has dtype complex128, which safetensors lacks"),
-        ({"__metadata__": np.zeros(2)}, "a tensor cannot be named '__metadata__'"),
+        ({"a": np.zeros(4), "b": Odd()}, None, "no values"),
+        ({"a": Odd(np.zeros(3, np.float32))}, None, r"'a' was declared with shape \(4,\), and has \(3,\) of float32"),
+        ({"a": Odd(np.zeros(4))}, None, r"'a' was declared with shape \(4,\), and has \(4,\) of float64"),
+        ({"a": np.array(["x"])}, None, "the tensor 'a' has dtype <U1, which safetensors lacks"),
+        ({"a": np.zeros(2, np.complex128)}, None, "the tensor 'a' has dtype complex128, which safetensors lacks"),
+        ({"__metadata__": np.zeros(2)}, None, "a tensor cannot be named '__metadata__'"),
+        ({"w": np.zeros(1)}, {"a": 1}, "metadata must be strings by name"),
+        ({"w": np.zeros(1)}, {1: "a"}, "metadata must be strings by name"),
+        ({"a\ud800": np.zeros(1)}, None, "is not valid Unicode"),
+        ({"w": np.zeros(1)}, {"a": "\ud800"}, "is not valid Unicode"),
     ],
 )
-def test_what_the_format_lacks(tensors, said, tmp_path):
-    with pytest.raises(CheckpointError, match=said):
-        write(tmp_path / "m.safetensors", tensors)
+def test_what_cannot_be_written_changes_nothing(tensors, metadata, said, tmp_path):
+    path = tmp_path / "m.safetensors"
+    with pytest.raises((CheckpointError, RuntimeError), match=said):
+        write(path, tensors, metadata)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_value_of_another_size_than_it_says(tmp_path):
-    class Liar:
-        dtype, shape = np.dtype(np.float32), (4,)
-
-        def __array__(self, dtype=None, copy=None):
-            return np.zeros(3, np.float32)
-
-    with pytest.raises(CheckpointError, match=r"the tensor 'a' was declared with shape \(4,\), and has \(3,\)"):
-        write(tmp_path / "m.safetensors", {"a": Liar()})
-    assert os.listdir(tmp_path) == []
+    write(path, {"a": some("F32", (4,))})
+    before = path.read_bytes()
+    with pytest.raises((CheckpointError, RuntimeError), match=said):
+        write(path, tensors, metadata)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
 def test_a_folder_that_is_not_there(tmp_path):
@@ -350,23 +296,3 @@ def test_opening_a_file_reads_only_what_is_used(tmp_path):
     unit = 1024 if sys.platform == "linux" else 1
     assert int(told.stdout) * unit < 20e6
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
-
-
-def test_names_of_dtypes():
-    """Those of the format. A dtype of JAX has one name."""
-    assert len(files.NAMES) == len(DTYPES)
-
-
-@pytest.mark.parametrize(
-    ("name", "metadata", "said"),
-    [
-        ("w", {"a": 1}, "metadata must be strings by name"),
-        ("w", {1: "a"}, "metadata must be strings by name"),
-        ("a\ud800", None, "is not valid Unicode"),
-        ("w", {"a": "\ud800"}, "is not valid Unicode"),
-    ],
-)
-def test_what_could_not_be_read_again_is_not_written(name, metadata, said, tmp_path):
-    with pytest.raises(CheckpointError, match=said):
-        write(tmp_path / "m.safetensors", {name: np.zeros(1)}, metadata)
-    assert not list(tmp_path.iterdir())

@@ -62,20 +62,34 @@ def test_dtypes(dtype, tmp_path):
         assert (one.axes, one.broken, one.state) == ((), 1, "broken")
 
 
-def test_one_broken_group_is_found(tmp_path):
-    x = pruned((64, 64), 1)
-    assert found(tmp_path, {"w": x}).holds
-    x[3, 4:8] = 1.0
-    report = found(tmp_path, {"w": x, "dense": np.ones((8, 8), np.float32)})
-    assert not report.holds
-    assert [(one.name, one.axis, one.broken, one.groups) for one in report.broken] == [("w", 1, 1, 1024)]
-    assert "1 of 1,024 groups along axis 1 have more than 2" in str(report)
-    assert json.loads(json.dumps(report.as_dict()))["tensors"][0]["state"] == "broken"
+def damaged(groups):
+    """Return an array of 128 groups of which some have four non-zeros."""
+    x = pruned((8, 64), 1)
+    x.reshape(-1)[: 4 * groups] = 1
+    return x
 
 
-def test_a_dense_file_holds_nothing(tmp_path):
-    report = found(tmp_path, {"w": RNG.normal(size=(64, 64)).astype(np.float32)})
-    assert (report.holds, report.broken, report.tensors[0].state) == (False, (), "dense")
+STATES = {  # whether a file with one more tensor that is 2:4 holds, the state of the tensor, and what is printed of it
+    "dense": (RNG.normal(size=(64, 64)), True, "dense", "no: "),
+    "ones": (np.ones((8, 64)), True, "dense", "no: 100 % of groups have more than 2"),
+    "zeros": (np.zeros((8, 8)), True, "zero", "all zero"),
+    "a causal mask": (np.tril(np.ones((16, 16)))[None, None], True, "dense", "no: "),
+    "a group": (damaged(1), False, "broken", "1 of 128 groups along axis 1 have more than 2"),
+    "a tenth": (damaged(12), False, "broken", "12 of 128 groups along axis 1 have more than 2"),
+    "more than a tenth": (damaged(16), True, "dense", "no: 12 % of groups have more than 2"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_the_state_of_a_tensor(case, tmp_path):
+    """Zeros and dense tensors prove nothing. Few broken groups are a damaged weight, and many are another tensor."""
+    x, holds, state, said = STATES[case]
+    alone = found(tmp_path, {"w": x.astype(np.float32)})
+    assert (alone.holds, alone.sparse, alone.tensors[0].state) == (False, (), state)
+    report = found(tmp_path, {"w": x.astype(np.float32), "up": pruned((32, 64), 1)})
+    assert (report.holds, [one.name for one in report.broken]) == (holds, ["w"] if state == "broken" else [])
+    assert said in str(report)
+    assert json.loads(json.dumps(report.as_dict()))["tensors"][0]["state"] == state
 
 
 def test_alike_tensors_share_a_line(tmp_path):
@@ -106,22 +120,10 @@ def test_a_tensor_that_cannot_be_verified_is_not_passed_by(tmp_path):
         verify(tmp_path, every="up|down")
 
 
-def test_zeros_prove_nothing(tmp_path):
-    report = found(tmp_path, {"w": np.zeros((8, 8), np.float32)})
-    assert (report.holds, report.tensors[0].state, report.sparse) == (False, "zero", ())
-    assert "all zero" in str(report)
-
-
 def test_a_file_that_no_program_can_use_does_not_hold(tmp_path):
     assert found(tmp_path, {"w": pruned((20, 20), 1)}).holds
     assert not verify(tmp_path, programs=["torch"]).holds
     assert verify(tmp_path, programs=["tensorrt"]).holds
-
-
-def test_a_causal_mask_is_not_a_damaged_weight(tmp_path):
-    mask = np.tril(np.ones((16, 16), np.float32))[None, None]
-    report = found(tmp_path, {"w": pruned((32, 64), 1), "mask": mask})
-    assert (report.holds, report.broken) == (True, ())
 
 
 @pytest.mark.parametrize(("pattern", "shape", "reason"), [
@@ -194,15 +196,6 @@ def test_what_is_refused(tmp_path):
         verify(tmp_path, every="(")
     with pytest.raises(CheckpointError, match="the programs are torch, cusparselt, tensorrt, got 'onnx'"):
         verify(tmp_path, programs=["onnx"])
-
-
-def test_the_share_of_groups_that_break_the_pattern_is_shown(tmp_path):
-    x = pruned((8, 64), 1)
-    x[0, :] = 1  # 16 of 128 groups: more than are called a damaged pattern
-    report = found(tmp_path, {"w": x})
-    assert "no: 12 % of groups have more than 2" in str(report)
-    assert not report.broken
-    assert "no: 100 % of groups have more than 2" in str(found(tmp_path, {"w": np.ones((8, 64), np.float32)}))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
