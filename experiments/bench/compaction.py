@@ -1,13 +1,14 @@
 """Compacted products one by one: the time that is expected, and the time that is measured."""
 
 import statistics
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 import nmjax as nm
-from experiments.bench.measure import in_turn, markdown, over
+from experiments.bench.measure import Table, in_turn, over, ratio
 from nmjax.analysis.flops import flops
 from nmjax.kernels.targets import platform
 from nmjax.products.compaction import FLOPS_PER_BYTE, expected, moved_bytes
@@ -19,36 +20,33 @@ PATTERNS = ((2, 4), (1, 4), (1, 8))
 DIMS = (((1,), (0,)), ((), ()))
 
 
-def compaction(rounds: int) -> str:
+def compaction(rounds: int) -> Iterator[Table]:
     """Return the table of products for dw with chosen rows of g: tokens x in x out, float32."""
     rows, factors = {}, []
     for shape in SHAPES:
-        tokens, inward, outward = shape
-        x, w, g = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(
-            [(tokens, inward), (inward, outward), (tokens, outward)]
-        ))  # fmt: skip
+        sides = [shape[:2], shape[1:], shape[::2]]
+        x, w, g = (jax.random.normal(jax.random.key(i), side) for i, side in enumerate(sides))
         op = as_dot(x, w, DIMS)
-        texts = {pattern: "drhs_g=rows(mvue({},{}))".format(*pattern) for pattern in PATTERNS}
-        calls = {text: partial(jax.jit(partial(_dw, text)), x, w, g) for text in ("dense", *texts.values())}
+        texts = {f"drhs_g=rows(mvue({n},{m}))": (n, m) for n, m in PATTERNS}
+        calls = {text: partial(jax.jit(partial(_dw, text)), x, w, g) for text in ("dense", *texts)}
         seconds = in_turn(calls, rounds)
-        for pattern, text in texts.items():
+        for text, (n, m) in texts.items():
             slots = {operand: nm.parse(text).slots[name] for operand, name in OPERANDS["drhs"].items()}
             given = op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)), slots, "g", platform()
-            ratio = statistics.median(t / d for t, d in zip(seconds[text], seconds["dense"], strict=True))
-            beyond = (ratio - pattern[0] / pattern[1]) * flops(op, x.shape, w.shape)
+            beyond = (ratio(seconds[text], seconds["dense"]) - n / m) * flops(op, x.shape, w.shape)
             factors.append(beyond / moved_bytes(*given))
-            name = " x ".join(f"{size:,}" for size in shape)
             dense = f"{statistics.median(seconds['dense']) * 1e3:.1f} ms"
-            cells = [expected(*given), over(seconds[text], seconds["dense"]), dense]
-            rows[f"{name}, {pattern[0]}:{pattern[1]}"] = cells
+            name = " x ".join(f"{size:,}" for size in shape)
+            rows[f"{name}, {n}:{m}"] = [expected(*given), over(seconds[text], seconds["dense"]), dense]
     low, middle, high = statistics.quantiles(factors, n=4)
-    note = (
+    yield Table(
+        "Compacted products",
         "The product for dw, over the dense one in the same process: the median of the rounds' ratios, with the "
         'quartiles. Choosing and gathering rows is included. "auto" decides by the expected ratio. It assumes that '
         f"moving a byte costs as much as {FLOPS_PER_BYTE[platform()]:.0f} FLOPs of the dense product. In these "
-        f"rows it costs {middle:.1f} ({low:.1f} to {high:.1f})."
-    )
-    return markdown("Compacted products", note, rows, ["tokens x in x out", "expected", "measured", "dense"])
+        f"rows it costs {middle:.1f} ({low:.1f} to {high:.1f}).",
+        ["tokens x in x out", "expected", "measured", "dense"], rows,
+    )  # fmt: skip
 
 
 def _dw(text: str, x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
