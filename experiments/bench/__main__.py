@@ -25,8 +25,8 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "transforms": Benchmark("pruning of arrays, in copies", "size rounds save"),
-    "delivery": Benchmark("sparse models, against the dense one"),
-    "compaction": Benchmark("products with fewer rows, one by one"),
+    "delivery": Benchmark("sparse models, against the dense one", module="savings"),
+    "compaction": Benchmark("products with fewer rows, one by one", module="savings"),
     "savings": Benchmark("the time and memory of training steps", "method model rounds save"),
     "train": Benchmark("training steps of runs, against a plain loop", "config dir rounds save"),
     "runs": Benchmark("reports of long runs and of many runs, and the memory of a run"),

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments import command, config_files
 from experiments.bench.collectives import KINDS, Collective, collectives
@@ -233,38 +233,26 @@ def holding(steps: dict) -> Table:
 def stall(program: Program, every: int) -> list:
     """Return the row of a run that saves every so many steps."""
     arrays, state = next(iter(program.task.feed(0, 0, program.mesh))), program.init(jnp.uint32(0))
-
-    def steps(state, save) -> tuple:
-        times, last = [], time.perf_counter()
-        for i in range(1, SAVES * every + 1):
-            state, shown = program.train(state, arrays)
-            jax.block_until_ready(shown["loss"])
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-            if save and i % every == 0:
-                save(i, state)
-        return state, times, time.perf_counter() - last
-
-    state, _, _ = steps(state, None)  # compiles
-    state, alone, _ = steps(state, None)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints, waited = Checkpoints(Path(folder)), []
-
-        def save(i, state):
-            start = time.perf_counter()
-            checkpoints.save(i, state, [], best=False)
-            waited.append(time.perf_counter() - start)
-
+        checkpoints, waited, times = Checkpoints(Path(folder)), [], []
         checkpoints.save(0, state, [], best=False)  # imports Orbax
         checkpoints.wait()
-        state, times, rest = steps(state, save)
+        for saves in (False, False, True):  # the first time compiles
+            times.append([time.perf_counter()])
+            for i in range(1, SAVES * every + 1):
+                state, shown = program.train(state, arrays)
+                jax.block_until_ready(shown["loss"])
+                times[-1].append(last := time.perf_counter())
+                if saves and i % every == 0:
+                    checkpoints.save(i, state, [], best=False)
+                    waited.append(time.perf_counter() - last)
+            times[-1].append(time.perf_counter())
         checkpoints.close()
         files = (checkpoints.directory / str(SAVES * every)).rglob("*")
         size = sum(file.stat().st_size for file in files if file.is_file())
-    usual = statistics.median(alone)
-    share = sum(waited) / (sum(times) + rest)
-    return [max(*times, rest) / usual, share, f"{usual * 1e3:.1f} ms", f"{size / 1e6:.1f} MB"]
+    _, alone, saving = map(np.diff, times)
+    usual = float(np.median(alone[:-1]))
+    return [saving.max() / usual, sum(waited) / saving.sum(), f"{usual * 1e3:.1f} ms", f"{size / 1e6:.1f} MB"]
 
 
 def start(config_file: str, began: str, *words: str) -> list[float]:
@@ -277,12 +265,11 @@ def start(config_file: str, began: str, *words: str) -> list[float]:
     """
     importlib.import_module("experiments.training.modes")  # as launch.py does
     config = command.read(["launch.py", f"--config={config_file}", *words]).config
-    times, last = dict.fromkeys(PARTS, 0.0), float(began)
+    times, last = Counter(dict.fromkeys(PARTS, 0.0)), [float(began)]
 
-    def spent(part: str, value=None):
-        nonlocal last
-        now = time.monotonic()
-        times[part], last = times[part] + now - last, now
+    def spent(part: str, value: Any = None) -> Any:
+        last.append(time.monotonic())
+        times[part] += last[-1] - last[-2]
         return value
 
     spent("imports")
@@ -293,11 +280,9 @@ def start(config_file: str, began: str, *words: str) -> list[float]:
     if program.measures:
         jobs += [(program.measure, (program.shapes, arrays)), (program.masks, (program.shapes,))]
     for function, arguments in jobs:
-        traced = spent("tracing", function.trace(*arguments))
-        lowered = spent("lowering", traced.lower())
+        lowered = spent("lowering", spent("tracing", function.trace(*arguments)).lower())
         spent("compiling", lowered.compile())
-    jax.block_until_ready(program.train(program.init(jnp.uint32(0)), arrays))
-    spent("first step")
+    spent("first step", jax.block_until_ready(program.train(program.init(jnp.uint32(0)), arrays)))
     return list(times.values())
 
 

@@ -1,4 +1,4 @@
-"""The steps that benchmarks time: training steps of models, and a feed-forward block forward and backward."""
+"""The steps that benchmarks time: training steps of models, and their forward and backward passes alone."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +17,14 @@ from experiments.bench.measure import cublas_only, going_on
 
 
 class Block(nnx.Module):
-    """The feed-forward layers of a block of a large language model."""
+    """The feed-forward layers of a block of a large language model, in bfloat16 if nothing else is said."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.up = nnx.Linear(width, 4 * width, dtype=jnp.bfloat16, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, dtype=jnp.bfloat16, rngs=rngs)
+    def __init__(self, width: int, **form: Any):
+        form = {"dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)} | form
+        self.up, self.down = nnx.Linear(width, 4 * width, **form), nnx.Linear(4 * width, width, **form)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nm.fused(jax.nn.gelu, self.up, x))
-
-
-def block(width: int) -> nnx.Module:
-    """Return a `Block`."""
-    return Block(width, nnx.Rngs(0))
 
 
 def vit(width: int, **form: Any) -> nnx.Module:
@@ -49,29 +44,25 @@ def resnet(width: int) -> nnx.Module:
     return nm.models.ResNet(blocks=(2, 1), bottleneck=True, width=width, stem="cifar", classes=10, rngs=nnx.Rngs(0))
 
 
-BF16 = {"dtype": jnp.bfloat16}
-LARGE: dict[str, tuple[Callable[..., nnx.Module], Any]] = {  # models of GPUs, and a batch of each
+ViT, GPT = partial(vit, dtype=jnp.bfloat16), partial(gpt, dtype=jnp.bfloat16)
+Model = tuple[Callable[[], nnx.Module], jax.ShapeDtypeStruct]  # a maker, and the shape of a batch
+LARGE: dict[str, Model] = {  # models of GPUs
     "ViT-B/16, 64 images": (
-        partial(vit, 768, depth=12, image=224, patch=16, classes=1000, pool="cls", **BF16),
+        partial(ViT, 768, depth=12, image=224, patch=16, classes=1000, pool="cls"),
         jax.ShapeDtypeStruct((64, 224, 224, 3), jnp.float32),
     ),
     "GPT-2 124M, 32 x 1024 tokens": (
-        partial(gpt, 768, depth=12, vocabulary=50304, length=1024, **BF16),
-        jax.ShapeDtypeStruct((32, 1024), jnp.int32),
+        partial(GPT, 768, depth=12, vocabulary=50304, length=1024), jax.ShapeDtypeStruct((32, 1024), jnp.int32)
     ),
     "feed-forward block, 4096 wide, 16,384 tokens": (
-        partial(block, 4096),
-        jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16),
+        partial(Block, 4096), jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
     ),
-}
-SMALL: dict[str, tuple[Callable[..., nnx.Module], Any]] = {  # models of the same kinds for the interpreter of kernels
-    "ViT-B/16, 64 images": (partial(vit, 64, depth=1, **BF16), jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)),
-    "GPT-2 124M, 32 x 1024 tokens": (partial(gpt, 64, depth=1, **BF16), jax.ShapeDtypeStruct((1, 128), jnp.int32)),
-    "feed-forward block, 4096 wide, 16,384 tokens": (
-        partial(block, 64),
-        jax.ShapeDtypeStruct((128, 64), jnp.bfloat16),
-    ),
-}
+}  # fmt: skip
+SMALL: list[Model] = [  # models of the same kinds for the interpreter of kernels
+    (partial(ViT, 64, depth=1), jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)),
+    (partial(GPT, 64, depth=1), jax.ShapeDtypeStruct((1, 128), jnp.int32)),
+    (partial(Block, 64), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)),
+]
 METHODS = {"S-STE": "s_ste(2,4)", "FST": "fst(2,4)", "MdGf with MVUE, faded": "ste(2,4); drhs_g=mvue(2,4)"}
 LAYERS = r"(blocks|stages)/.*|up|down"  # a pattern of those that are pruned
 
@@ -102,13 +93,22 @@ class Step(NamedTuple):
 
     call: Callable[[], Any]
     memory: int
-    compile: float = 0.0
-    trace: Callable[[], Any] | None = None
-    layers: Sequence[Any] = ()
+    compile: float
+    trace: Callable[[], Any]
+    layers: Sequence[Any]
 
 
-def step(model: nnx.Module, example: jax.ShapeDtypeStruct, recipe: nm.Recipe | None = None) -> Step:
-    """Return a training step of a model by AdamW, with a random batch of the shape of the example."""
+def step(
+    model: nnx.Module, example: jax.ShapeDtypeStruct, recipe: nm.Recipe | None = None, train: bool = True
+) -> Step:  # fmt: skip
+    """Return a training step of a model by AdamW, with a random batch of the shape of the example.
+
+    Args:
+      model: The model.
+      example: The shape of a batch.
+      recipe: What the layers do; None to leave the model untouched.
+      train: Whether the model is updated. Without it, the gradient of the batch is computed, too.
+    """
     draw, layers = np.random.default_rng(0), ()
     texts = jnp.issubdtype(example.dtype, jnp.integer)
     values = draw.integers(0, 64, example.shape) if texts else draw.standard_normal(example.shape)
@@ -117,10 +117,13 @@ def step(model: nnx.Module, example: jax.ShapeDtypeStruct, recipe: nm.Recipe | N
         layers = nm.nnx.plan(model, recipe, batch).layers
         nm.nnx.sparsify(model, recipe)
         nm.nnx.set_step(model, 1)
-    graph, state = nnx.split((model, nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param) if train else None
+    graph, state = nnx.split((model, optimizer))
 
-    def update(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    def update(state: Any, batch: jax.Array) -> tuple[Any, Any]:
         model, optimizer = nnx.merge(graph, state)
+        if optimizer is None:
+            return state, nnx.value_and_grad(loss, argnums=(0, 1))(model, batch)
         value, gradients = nnx.value_and_grad(loss)(model, batch)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), value
@@ -136,41 +139,10 @@ def step(model: nnx.Module, example: jax.ShapeDtypeStruct, recipe: nm.Recipe | N
         start = time.perf_counter()
         compiled = trace().compile()
         took = time.perf_counter() - start
-    memory = compiled.memory_analysis().temp_size_in_bytes
-    return Step(going_on(compiled, state, batch), memory, took, trace, layers)
+    return Step(going_on(compiled, state, batch), compiled.memory_analysis().temp_size_in_bytes, took, trace, layers)
 
 
-def blocks(tokens: int, width: int, dtype: Any, methods: Mapping[str, tuple[str, str]]) -> dict[str, Step]:
-    """Return forward and backward passes of a feed-forward block, whose hidden width is four times the width.
-
-    Args:
-      tokens: The number of tokens.
-      width: The width.
-      dtype: The dtype of everything.
-      methods: For each name the text of a method, and a backend.
-    """
-    shapes = ((tokens, width), (width, 4 * width), (4 * width, width), (tokens, width))
-    scales = (1.0, width**-0.5, (4 * width) ** -0.5, 1.0)
-    some = zip(map(jax.random.key, range(4)), shapes, scales, strict=True)
-    x, up, down, g = (jax.random.normal(key, shape, dtype) * jnp.asarray(by, dtype) for key, shape, by in some)
-    programs = {}
-    for name, (text, backend) in methods.items():
-        sparsity = nm.parse(text)
-        states = [jax.jit(partial(sparsity.init, contract=0, out=1))(w) for w in (up, down)]
-        given = x, up, down, g, states, jnp.int32(0)
-        with turns.alone():
-            compiled = jax.jit(partial(_pass, sparsity=sparsity, backend=backend)).lower(*given).compile()
-        programs[name] = Step(partial(compiled, *given), compiled.memory_analysis().temp_size_in_bytes)
-    return programs
-
-
-def _pass(x, up, down, g, states, now, *, sparsity, backend):
-    """Return the result of a block, and the gradients of its input and weights."""
-
-    def result(x, up, down):
-        product = partial(nm.einsum, "ti,io->to", sparsity=sparsity, backend=backend)
-        hidden = jax.nn.gelu(product(x, up, ctx=nm.Ctx(0, now, states[0])))
-        return product(hidden, down, ctx=nm.Ctx(1, now, states[1]))
-
-    y, back = jax.vjp(result, x, up, down)
-    return y, back(g)
+def passes(tokens: int, width: int, dtype: Any, methods: Mapping[str, tuple[str, str]]) -> dict[str, Step]:
+    """Return the forward and backward passes of a `Block`, for each name by a method and a backend."""
+    example, form = jax.ShapeDtypeStruct((tokens, width), dtype), {"dtype": dtype, "param_dtype": dtype}
+    return {name: step(Block(width, **form), example, recipe(*how), train=False) for name, how in methods.items()}

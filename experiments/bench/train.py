@@ -32,21 +32,23 @@ def train(config: Sequence[str], dir: str, rounds: int) -> Iterator[Table]:
       rounds: How often everything is timed.
     """
     files = config or CONFIG_FILES
+    steps, slots = {}, {}
+    for each in files:
+        for rows, more in zip((steps, slots), measured(each, dir, rounds), strict=True):
+            rows |= more
     yield Table(
         "A training step",
         "Over the plain step: a training step written by hand in Flax and Optax, with the same model, batches and "
         "optimizer. The median of the rounds' ratios, with the quartiles. Aim: 1.03 for the dense step. While they are "
         "timed, JAX refuses transfers between host and device.",
-        ["", "time", "temporary memory", "a second", "a step"],
-        {name: row for each in files for name, row in whole(each, dir, rounds).items()},
+        ["", "time", "temporary memory", "a second", "a step"], steps,
     )  # fmt: skip
     yield Table(
         "Slot by slot",
         "Over the dense step of the same config file: the median of the rounds' ratios, with the quartiles. In each "
         "row only these slots are used. A copy reads the operand and writes it back. Pruning that is an operation of "
         "its own takes at least this time.",
-        ["", "time"],
-        {name: row for each in files for name, row in slot_by_slot(each, dir, 3 * rounds).items()},
+        ["", "time"], slots,
     )  # fmt: skip
     yield Table(
         "From start to first step",
@@ -56,21 +58,31 @@ def train(config: Sequence[str], dir: str, rounds: int) -> Iterator[Table]:
     )  # fmt: skip
 
 
-def _made(config_file: str, directory: str) -> tuple[Any, Any]:
-    """Return a config and its task."""
+def measured(config_file: str, directory: str, rounds: int) -> tuple[dict[str, list], dict[str, list]]:
+    """Return the rows of a config file.
+
+    Those of the first table are its step, the same step dense, and the plain one. Those of the second are steps with
+    each slot of its first pruned layer alone, and with a copy in its place.
+    """
     config = config_files.load(config_file)
     config.data.dir = directory
-    return config, tasks.task(config)
-
-
-def whole(config_file: str, directory: str, rounds: int) -> dict[str, list]:
-    """Return the rows of a config file: its step, the same step dense, and the plain one."""
-    config, task = _made(config_file, directory)
     if jax.device_count() > 1 or config.accumulate > 1:
         raise Mistake("bench train needs one device and config.accumulate=1, because the plain step has no more.")
-    dense = config.copy_and_resolve_references()
-    dense.rules, dense.sparsity = ((r".*", "dense"),), {}
-    programs = {"sparse": Program(config, task), "dense": Program(dense, task)}
+    task = tasks.task(config)
+    programs = {"sparse": Program(config.copy_and_resolve_references(), task)}
+    layers = programs["sparse"].plan.layers
+    method = next((layer.sparsity for layer in layers if layer.sparsity != nm.Sparsity()), nm.Sparsity())
+    texts, instead = {"dense": "dense"}, f"{__name__}:copied()"
+    for name, slot in method.slots.items():
+        if not slot.empty:
+            texts[str(slot)] = str(slot)
+            texts[f"{name}, a copy"] = f"{name}={f'ste({instead})' if name.startswith('fwd') else instead}"
+    texts["all"] = str(method)
+    given, rules = tuple(config.sparsity), config.rules
+    for name, text in texts.items():
+        config.sparsity = dict.fromkeys(given, text)
+        config.rules = tuple((pattern, rule if rule in (*given, "dense") else text) for pattern, rule in rules)
+        programs[name] = Program(config.copy_and_resolve_references(), task)
     arrays = next(iter(task.feed(0, 0, programs["dense"].mesh)))
     steps = {name: (program.train, program.init(jnp.uint32(0))) for name, program in programs.items()}
     steps["plain"] = plain(programs["dense"], task)
@@ -81,12 +93,12 @@ def whole(config_file: str, directory: str, rounds: int) -> dict[str, list]:
     with jax.transfer_guard("disallow"):
         seconds = in_turn(calls, 3 * rounds)
     rows = {}
-    for name, times in seconds.items():
-        middle = statistics.median(times)
+    for name in ("sparse", "dense", "plain"):
+        middle = statistics.median(seconds[name])
         rate = f"{config.batch * task.units / middle:,.0f} {task.unit}"
         more = memory[name] / memory["plain"]
-        rows[f"{config_file} {name}"] = [over(times, seconds["plain"]), more, rate, f"{middle * 1e3:.2f} ms"]
-    return rows
+        rows[f"{config_file} {name}"] = [over(seconds[name], seconds["plain"]), more, rate, f"{middle * 1e3:.2f} ms"]
+    return rows, {f"{config_file} `{name}`": [over(seconds[name], seconds["dense"])] for name in texts}
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,28 +107,6 @@ class copied(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jax.lax.optimization_barrier(copy(x))  # XLA would fuse it into the operation that made x
-
-
-def slot_by_slot(config_file: str, directory: str, rounds: int) -> dict[str, list]:
-    """Return the rows of a config file: each slot of its first pruned layer alone, a copy in its place, all slots."""
-    config, task = _made(config_file, directory)
-    layers = Program(config, task).plan.layers
-    method = next((layer.sparsity for layer in layers if layer.sparsity != nm.Sparsity()), nm.Sparsity())
-    texts, made = {"dense": "dense"}, f"{__name__}:copied()"
-    for name, slot in method.slots.items():
-        if not slot.empty:
-            texts[str(slot)] = str(slot)
-            texts[f"{name}, a copy"] = f"{name}={f'ste({made})' if name.startswith('fwd') else made}"
-    texts["all"] = str(method)
-    calls, given, rules = {}, tuple(config.sparsity), config.rules
-    for name, text in texts.items():
-        config.sparsity = dict.fromkeys(given, text)
-        config.rules = tuple((pattern, rule if rule in (*given, "dense") else text) for pattern, rule in rules)
-        program = Program(config.copy_and_resolve_references(), task)
-        arrays = next(iter(task.feed(0, 0, program.mesh)))
-        calls[name] = going_on(program.train, program.init(jnp.uint32(0)), arrays)
-    seconds = in_turn(calls, rounds)
-    return {f"{config_file} `{name}`": [over(times, seconds["dense"])] for name, times in seconds.items()}
 
 
 def plain(program: Program, task: Any) -> tuple[Callable, tuple]:

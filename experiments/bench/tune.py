@@ -80,12 +80,13 @@ class Pool:
 
     Args:
       shapes: The products whose operands are cut.
+      positive: Whether all values are positive.
     """
 
-    def __init__(self, shapes: Sequence[Shape]):
+    def __init__(self, shapes: Sequence[Shape], positive: bool = False):
         most = max(max(s.m * s.k, s.n * s.k) for s in shapes)
-        keys = jax.random.split(jax.random.key(0))
-        self.values = jax.jit(lambda key: jax.random.normal(key, (most + 2**16,), jnp.bfloat16))(keys[0])
+        keys, sign = jax.random.split(jax.random.key(time.time_ns() % 2**32)), jnp.abs if positive else lambda v: v
+        self.values = jax.jit(lambda key: sign(jax.random.normal(key, (most + 2**16,), jnp.bfloat16)))(keys[0])
         self.words = jax.jit(partial(_legal, count=most // 32 + 2**12))(keys[1])
         self.cuts = 0
 
@@ -264,7 +265,16 @@ def tune(shapes: str | None, ship: bool, minutes: float) -> Iterator[Table]:
     yield search(some, device, measured.SHIPPED if ship else measured.own_tables(), minutes)
 
 
-def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, timer: Callable = in_turn) -> Table:
+def written(shape: Shape, device: Target, pool: Pool, folder: Path, **search: Any) -> Best | str:
+    """Return what `best` finds, which takes ``search``, and write it into the table in a folder."""
+    found = best(shape, device, pool, **search)
+    if isinstance(found, Best):
+        with turns.alone():  # others may write into the table, too
+            measured.write(folder, device.kind, [measured.Row(shape, found.config, found.speed)])
+    return found
+
+
+def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, **search: Any) -> Table:
     """Write the best config of each product into a table in a folder as it comes, and return a report."""
     start, shown, pool = time.monotonic(), {}, Pool(shapes)
     for i, shape in enumerate(shapes):
@@ -272,18 +282,14 @@ def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, ti
             shown[f"{len(shapes) - i} more"] = ["", "", "", "", f"not begun within {minutes:g} minutes"]
             break
         try:
-            winner = best(shape, device, pool, timer)
+            found = written(shape, device, pool, folder, **search)
         except Exception as error:  # the other shapes are still wanted
-            winner = in_short(error)
-        if isinstance(winner, str):
-            shown[repr(shape)] = ["", "", "", "", winner]
-        else:
-            measured.write(folder, device.kind, [measured.Row(shape, winner.config, winner.speed)])
-            rate = f"{shape.flops / winner.seconds / 1e12:,.0f}"
-            tried = f"{winner.tried}, {len(winner.refused)} refused" if winner.refused else f"{winner.tried}"
-            shown[repr(shape)] = [f"{winner.seconds * 1e3:.3f}", rate, winner.speed, tried, repr(winner.config)]
-            print(*(f"  refused {reason}" for reason in winner.refused), sep="\n", flush=True)
-        print(f"{i + 1}/{len(shapes)} {time.monotonic() - start:.0f} s {shape} {shown[repr(shape)]}", flush=True)
+            found = in_short(error)
+        shown[repr(shape)] = ["", "", "", "", found] if isinstance(found, str) else [
+            f"{found.seconds * 1e3:.3f}", f"{shape.flops / found.seconds / 1e12:,.0f}", found.speed,
+            f"{found.tried}, {len(found.refused)} refused", repr(found.config),
+        ]  # fmt: skip
+        print(f"{i + 1}/{len(shapes)} {time.monotonic() - start:.0f} s {shape} {found}", flush=True)
     note = (
         f"The fastest of the configs that were tried on {device.kind}, written to {folder}, and its speed over "
         "XLA's dense product of operands of the same width."

@@ -147,10 +147,8 @@ def _table(done: Mapping[str, dict[str, Any]], simulated: bool) -> Table:
     for name, line in ((name, done[name]) for name in ROWS if name in done):
         seconds = f"{line['seconds']} s" if "seconds" in line else None
         rows[name] = [line["part"], line["result"], seconds, line.get("clock", "")]
-    note = (
-        f"{'By the interpreter. ' if simulated else ''}Every row ran in a process of its own. Errors are relative to "
-    )
-    note += "the largest value: those of products against float64, those of slots against XLA."
+    where = "By the interpreter. " if simulated else ""
+    note = f"{where}Every row ran in a process of its own. Errors are those against XLA, relative to the largest value."
     left = [name for name in ROWS if name not in done]
     note += f"\n\nNot reached: {'; '.join(left)}." if left else ""
     return Table("Rows", note, ["row", "part", "result", "with compilation and waiting", "clock after it"], rows)

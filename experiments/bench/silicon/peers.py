@@ -37,7 +37,11 @@ def peer(n: int, kind: str, device: Target) -> str:
 
 
 def _by_torch(torch: Any, n: int, kind: str) -> tuple[dict[str, Callable[[], Any]], str]:
-    """Return torch's dense and sparse product of random values, and a note on the sparse one, which may be missing."""
+    """Return torch's dense and sparse product of random values, and a note on the sparse one, which may be missing.
+
+    torch plans cuSPARSELt's product again at each call. This may take longer than the product, so only its kernels are
+    recorded, and run again.
+    """
     draw = torch.Generator("cuda").manual_seed(n)
     dense, w, x = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16, generator=draw) for _ in range(3))
     kept = torch.rand(n, n // 4, 4, device="cuda", generator=draw).argsort(-1).argsort(-1) < 2
@@ -49,30 +53,14 @@ def _by_torch(torch: Any, n: int, kind: str) -> tuple[dict[str, Callable[[], Any
         times = lambda a: torch._scaled_mm(a, x.t(), scale_a=one, scale_b=one, out_dtype=out, use_fast_accum=True)
     calls = {"torch dense": partial(times, dense)}
     try:
-        compressed, algorithm = torch._cslt_compress(w), (0, 1, -1)
-        try:
-            algorithm = torch._C._cusparselt.mm_search(compressed, x.t(), None, None, out, False)[:3]
-            note = f"algorithm, split and its mode: {', '.join(map(str, algorithm))}"
-        except Exception as error:  # torch has another name for it, or cannot search
-            note = f"its default algorithm, because the search failed: {in_short(error)}"
-        sparse = lambda: torch._cslt_sparse_mm(compressed, x.t(), None, None, out, False, *algorithm)
+        compressed, graph = torch._cslt_compress(w), torch.cuda.CUDAGraph()
+        algorithm = torch._C._cusparselt.mm_search(compressed, x.t(), None, None, out, False)[:3]
+        sparse = partial(torch._cslt_sparse_mm, compressed, x.t(), None, None, out, False, *algorithm)
         y, wanted = sparse().float(), times(w).float()
-        note += f"; off by {((y - wanted).abs().max() / wanted.abs().max()).item():.2g}"
-        calls["cuSPARSELt"], more = _replayed(torch, sparse)
-        return calls, note + more
+        with torch.cuda.graph(graph):
+            recorded = sparse()
     except Exception as error:  # the other products are still wanted
         return calls, in_short(error)
-
-
-def _replayed(torch: Any, call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
-    """Return a function that replays the kernels of a call, and a note.
-
-    torch plans cuSPARSELt's product again at each call. This may take longer than the product.
-    """
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            y = call()
-    except Exception as error:  # its kernels cannot be recorded
-        return call, f"; planned again at each call, because its kernels cannot be recorded: {in_short(error)}"
-    return lambda: (graph.replay(), y)[1], "; kernels only: the time in which torch plans the product is left out"
+    calls["cuSPARSELt"] = lambda: (graph.replay(), recorded)[1]
+    error = ((y - wanted).abs().max() / wanted.abs().max()).item()
+    return calls, f"algorithm, split and its mode: {', '.join(map(str, algorithm))}; off by {error:.2g}; kernels only"

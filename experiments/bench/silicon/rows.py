@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import nmjax as nm
-from experiments.bench import steps, tune, turns
+from experiments.bench import steps, tune
 from experiments.bench.measure import compiled, copy, in_turn, over
 from experiments.bench.silicon.peers import peer
 from nmjax.core import versions
 from nmjax.kernels import calls, check, compress, copies, measured, packing, tiles, tuning
+from nmjax.kernels.check import ACTIVATED, BEFORE, BOTH, FP8, FP8_FORMS, LAST, NOISE
 from nmjax.kernels.format import pack
-from nmjax.kernels.limits import Config, Copy, HopperConfig, Shape, product_refusal
+from nmjax.kernels.limits import Copy, HopperConfig, Shape, product_refusal
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
 
@@ -79,79 +80,53 @@ def _bits(made: object, wanted: object) -> str:
 # ---- products ----
 
 
-class _Operands(NamedTuple):
-    """The arguments of a product, and its exact result."""
-
-    arguments: tuple[Any, ...]
-    wanted: np.ndarray
-
-
-def _operands(shape: Shape, other: str = "", batch: tuple[int, ...] = (), positive: bool = False) -> _Operands:
-    """Return new random operands at random positions, the second one of another dtype, and a scale in FP8."""
-    draw = np.random.default_rng()
-    normal = lambda *sides: np.abs(draw.standard_normal(sides)) if positive else draw.standard_normal(sides)
-    kept = draw.random((*batch, shape.m, shape.k // 4, 4)).argsort(-1).argsort(-1) < 2
-    a = (normal(*batch, shape.m, shape.k) * kept.reshape(*batch, shape.m, shape.k)).astype(jnp.dtype(shape.dtype))
-    b = normal(*batch, shape.n, shape.k).astype(jnp.dtype(other or shape.dtype))
-    scale = draw.uniform(0.5, 2, batch).astype(np.float32) if shape.itemsize == 1 else None
-    wanted = a.astype(np.float64) @ np.swapaxes(b.astype(np.float64), -1, -2)
-    wanted = wanted if scale is None else wanted * scale[..., None, None]
-    turned = lambda v, so: np.swapaxes(v, -1, -2) if so else v
-    packed = pack(jnp.asarray(turned(a, shape.m_major)), -2 if shape.m_major else -1)
-    return _Operands((packed, jnp.asarray(turned(b, shape.n_major)), scale), turned(wanted, shape.transpose))
-
-
-def _program(shape: Shape, config: Config, device: Target) -> Callable:
-    return jax.jit(partial(calls.run, shape=shape, target=device, config=config))
-
-
-def multiply(shape: Shape, config: Config, device: Target) -> str:
-    """Multiply a packed matrix by a dense one, and compare with float64."""
-    if getattr(config, "cluster", "") and device.interpret and not versions.interprets_clusters():
+def multiply(shape: Shape, config: HopperConfig, device: Target) -> str:
+    """Multiply a packed matrix by a dense one, and compare with XLA's product."""
+    if config.cluster and device.interpret and not versions.interprets_clusters():
         return "not run: the interpreter of this JAX knows no clusters"
-    arguments, wanted = _operands(shape)
-    return _said(_program(shape, config, device)(*arguments), wanted)
+    pair = tune.Pool([shape]).pair(shape)
+    return _said(tune.packed(shape, device, config)([pair])[0], tune.reference(shape, device)(*pair))
 
 
-def _every_layout(kind: str, other: str, device: Target) -> str:
-    """Multiply operands of two dtypes in every layout by every likely config; in the interpreter by one.
+def _every_layout(kind: str, device: Target) -> str:
+    """Multiply in every layout by every likely config; in the interpreter by one.
 
     Each program first multiplies other values into memory of the same size, so values that it misses show.
     """
     refusal = product_refusal(Shape(256, 512, 512, kind), device)
     if refusal is not None:
         return f"not run: {refusal}"
-    cases, sides = {}, (256, 128, 256) if device.interpret else (256, 512, 512)
-    wide = (4096, 4096, 512)  # more tiles than a device has cores
+    cases, sides = [], (128, 64, 256) if device.interpret else (256, 512, 512)
+    same = BF16 if kind in (E4M3, E5M2) else kind
+    wide = [] if device.interpret else [(4096, 4096, 512, same), (*sides, "float32")]  # more tiles than cores
     for lies in product((False, True), repeat=3):
-        outs = dict.fromkeys((BF16 if "8" in kind else kind, "float32"))
-        for *mnk, out in [(*sides, out) for out in outs] + ([] if device.interpret else [(*wide, next(iter(outs)))]):
-            shape = Shape(*mnk, kind, *lies, out)
+        for m, n, k, out in [(*sides, same), *wide]:
+            shape = Shape(m, n, k, kind, *lies, out)
             configs = tune.likely(shape, device) if product_refusal(shape, device) is None else []
-            batch = (3,) if lies[0] and lies[2] and mnk[0] == sides[0] else ()
-            for config in configs[:1] if device.interpret or mnk[0] == wide[0] else configs:
-                cases[shape, config] = batch
-    first = {case: _operands(case[0], other, batch) for case, batch in cases.items()}
-    programs = compiled({case: (_program(*case, device), *first[case].arguments) for case in cases})
-    wrong, worst = [], ""
+            cases += [(shape, c) for c in (configs[:1] if device.interpret or m > sides[0] else configs)]
+    pool = tune.Pool([shape for shape, _ in cases])
+    first = {case: pool.pair(case[0]) for case in cases}
+    programs = compiled({case: (tune.packed(case[0], device, case[1]), [first[case]]) for case in cases})
+    wrong, worst = [], 0.0
     for (shape, config), run in programs.items():
         if isinstance(run, Exception):
             raise run
-        jax.block_until_ready(run(*first[shape, config].arguments))
-        arguments, wanted = _operands(shape, other, cases[shape, config])
-        said = _said(run(*arguments), wanted)
+        jax.block_until_ready(run([first[shape, config]]))
+        pair = pool.pair(shape)
+        said = _said(run([pair])[0], tune.reference(shape, device)(*pair))
         wrong += [f"{shape} by {config} {said}"] if said.startswith("wrong") else []
-        worst = max(worst, said, key=lambda text: float(text.split()[-1] if text else 0))
-    return f"wrong: {len(wrong)} of {len(cases)}: {'; '.join(wrong[:3])}" if wrong else f"{worst}, {len(cases)} kernels"
+        worst = max(worst, float(said.split()[-1]))
+    told = f"{len(wrong)} of {len(cases)}: {'; '.join(wrong[:3])}"
+    return f"wrong: {told}" if wrong else f"right to {worst:.1e}, {len(cases)} kernels"
 
 
 def _sums_in_fp8(device: Target) -> str:
     """Tell how exact long sums are. Those of positive values show what is cut off at every addition."""
-    shape, texts = Shape(256, 256, 1024 if device.interpret else 16384, E4M3, out="float32"), []
+    shape, texts = Shape(*((128, 128, 512) if device.interpret else (256, 256, 16384)), E4M3, out="float32"), []
     for promote, positive in product((False, True), repeat=2):
-        arguments, wanted = _operands(shape, positive=positive)
-        run = _program(shape, HopperConfig(tile_n=128, promote=promote), device)
-        said = _said(run(*arguments), wanted, bound=0.1)
+        pair = tune.Pool([shape], positive).pair(shape)
+        y = tune.packed(shape, device, HopperConfig(tile_n=128, promote=promote))([pair])[0]
+        said = _said(y, tune.reference(shape, device)(*pair), bound=0.1)
         texts.append(f"{said} {'promoted' if promote else 'not promoted'}{', positive' if positive else ''}")
     return f"{'right' if all(text.startswith('right') for text in texts) else 'wrong'}: {'; '.join(texts)}"
 
@@ -216,11 +191,9 @@ def _tiles(shape: Shape, device: Target) -> str:
     refusal = product_refusal(shape, device)
     if refusal is not None:
         return f"not run: {refusal}"
-    best = tune.best(shape, device, tune.Pool([shape]), most=1 if device.interpret else 12)
+    best = tune.written(shape, device, tune.Pool([shape]), measured.own_tables(), most=1 if device.interpret else 12)
     if isinstance(best, str):
         return f"wrong: {best}"
-    with turns.alone():  # others write into the table, too
-        measured.write(measured.own_tables(), device.kind, [measured.Row(shape, best.config, best.speed)])
     if device.interpret:
         return f"{NO_SPEED}; {best.config}"
     refused = f", {len(best.refused)} refused: {best.refused[0]}" if best.refused else ""
@@ -230,20 +203,7 @@ def _tiles(shape: Shape, device: Target) -> str:
 
 # ---- packing ----
 
-KEYS, BETA = (3, 4), 1.25  # the keys of draws and of roundings to FP8, and the scale of the soft threshold
-KEY = KEYS[0]
-FORMS = {
-    "x": (Copy("e4m3"), Copy("e5m2", turned=True)),
-    "w": (
-        Copy("e4m3", turned=True, packed=True, pruner=soft(2, 4), axis=-2),
-        Copy("e5m2", pruner=soft(2, 4), axis=-2),
-    ),
-    "g": (
-        Copy("e5m2"),
-        Copy("e5m2", turned=True, packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"),
-    ),
-}
-"""The forms that S-STE in FP8 makes of x [tokens, in], w [in, out] and g [tokens, out]."""
+KEYS = (3, 4)  # of draws, and of roundings to FP8
 
 
 class _Ways(NamedTuple):
@@ -255,10 +215,10 @@ class _Ways(NamedTuple):
 
 
 def _along(p: nm.Pruner, axis: int, shape: tuple[int, ...], device: Target) -> _Ways:
-    given = calls.words_of_key(KEY, p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
+    given = calls.words_of_key(KEYS[0], p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
     return _Ways(
-        lambda x: calls.compress(x, axis, p, key=KEY, target=device),
-        lambda x: pack(p(x, axis, nm.Ctx(key=KEY)), axis),
+        lambda x: calls.compress(x, axis, p, key=KEYS[0], target=device),
+        lambda x: pack(p(x, axis, nm.Ctx(key=KEYS[0])), axis),
         lambda x: packing.compress(x, *given, axis=axis, whole=shape, pruner=p, interpret=device.interpret),
     )
 
@@ -276,7 +236,7 @@ def _in_fp8(shape: tuple[int, ...], device: Target) -> _Ways:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
     form = {"wanted": wanted, "whole": shape, "interpret": device.interpret}
-    keys = jnp.concatenate([calls.words_of_key(KEY, mvue(2, 4)), calls.words_of_key(KEYS[1])])[None]
+    keys = jnp.concatenate([calls.words_of_key(KEYS[0], mvue(2, 4)), calls.words_of_key(KEYS[1])])[None]
 
     def by(kernels: ModuleType, x: jax.Array) -> Any:
         return kernels.copies(x, keys, copies.factors_of(x, jnp.ones(1), wanted), jnp.zeros(3, jnp.int32), **form)
@@ -285,26 +245,19 @@ def _in_fp8(shape: tuple[int, ...], device: Target) -> _Ways:
     return _Ways(partial(by, copies), by_xla, partial(by, tiles))
 
 
+def _kind(kind: str, device: Target) -> str:
+    """Run the case of a kind of kernel in the check before use: value for value."""
+    case = check.cases(device).get(kind)
+    if case is None:
+        return f"not run: {device.family} has no kernel for it"
+    return "right, value for value" if case() else "wrong numbers"
+
+
 def _packs(p: nm.Pruner, axis: int, device: Target) -> str:
     """Prune and pack along an axis, and compare the bits with XLA's."""
     x = _normal(256, 512)
     made, wanted, _ = _along(p, axis, x.shape, device)
     return _bits(jax.jit(made)(x), jax.jit(wanted)(x))
-
-
-def _packs_both(device: Target) -> str:
-    """Prune and pack along both axes, by the kernel that products use, and compare the bits with XLA's."""
-    x, p = _normal(256, 512), transposable(2, 4)
-    made = jax.jit(lambda x: calls.compress_both(x, p, target=device))(x)
-    return _bits(made, jax.jit(_along_both(x.shape, device).xla)(x))
-
-
-def _packs_in_fp8(device: Target) -> str:
-    """Make the forms of S-STE in FP8, and compare the bits with XLA's."""
-    x = _normal(256, 512)
-    made = jax.jit(lambda x: [calls.copies(x, f, keys=KEYS, state=BETA, target=device) for f in FORMS.values()])(x)
-    wanted = jax.jit(lambda x: [[calls.copy_by_xla(x, one, *KEYS, BETA) for one in f] for f in FORMS.values()])(x)
-    return _bits(made, wanted)
 
 
 def _by_mosaic(ways: Callable[[tuple[int, ...], Target], _Ways], device: Target) -> str:
@@ -328,24 +281,22 @@ def _by_mosaic(ways: Callable[[tuple[int, ...], Target], _Ways], device: Target)
     return f"{said}; {times} of the time of Triton's, {ours:.2f} TB/s, and a copy {floor:.2f} TB/s"
 
 
-def _packing_activated(device: Target, size: int = 256) -> str:
-    """Compute the gradient of GELU's input and pack it in one pass. Compare the bits.
-
-    At a larger size, compare the time with that of two passes.
-    """
-    size, timed = (256, False) if device.interpret else (size, size > 256)
-    h, g, p = _normal(size, size), _normal(size, size), mvue(2, 4)
+def _packing_activated(device: Target) -> str:
+    """Compute the gradient of GELU's input and pack it in one pass, and in two."""
+    if device.interpret:
+        return NO_SPEED
+    h, g, p = _normal(8192, 8192), _normal(8192, 8192), mvue(2, 4)
 
     def apart(h: jax.Array, g: jax.Array) -> Any:
         made = jax.vjp(jax.nn.gelu, h)[1](g)[0]
-        return made, calls.compress(made, -2, p, key=KEY, target=device)
+        return made, calls.compress(made, -2, p, key=KEYS[0], target=device)
 
-    together = jax.jit(lambda h, g: calls.compress_activated(jax.nn.gelu, h, g, p, key=KEY, target=device))
+    together = jax.jit(lambda h, g: calls.compress_activated(jax.nn.gelu, h, g, p, key=KEYS[0], target=device))
     made, packed = together(h, g)
     said = _said(made, jax.vjp(jax.nn.gelu, h.astype(jnp.float32))[1](g.astype(jnp.float32))[0])
-    bits = _bits(packed, jax.jit(lambda x: pack(p(x, -2, nm.Ctx(key=KEY)), -2))(made))
-    if not (said.startswith("right") and bits.startswith("right")) or not timed:
-        return bits if said.startswith("right") else said
+    bits = _bits(packed, jax.jit(lambda x: pack(p(x, -2, nm.Ctx(key=KEYS[0])), -2))(made))
+    if not bits.startswith("right"):
+        return bits
     seconds = in_turn({"together": partial(together, h, g), "apart": partial(jax.jit(apart), h, g)}, 9, 0.05)
     return f"{said}; {over(seconds['together'], seconds['apart'])} of the time of two passes"
 
@@ -378,7 +329,7 @@ def _feed_forward(width: int, method: str, device: Target) -> str:
     text, backend = METHODS[method]
     tokens, width = (128, 64) if device.interpret else (16384, width)
     backend = "interpret" if device.interpret and backend == "auto" else backend
-    made = steps.blocks(tokens, width, jnp.bfloat16, {"dense": ("dense", "auto"), method: (text, backend)})
+    made = steps.passes(tokens, width, jnp.bfloat16, {"dense": ("dense", "auto"), method: (text, backend)})
     times = in_turn({name: step.call for name, step in made.items()}, 1 if device.interpret else 9, 0.1)
     if device.interpret:
         return NO_SPEED
@@ -390,7 +341,7 @@ def _feed_forward(width: int, method: str, device: Target) -> str:
 
 def _training(model: str, method: str, device: Target) -> str:
     """Time a whole training step beside the dense one."""
-    make, example = (steps.SMALL if device.interpret else steps.LARGE)[model]
+    make, example = dict(zip(steps.LARGE, steps.SMALL, strict=True))[model] if device.interpret else steps.LARGE[model]
     backend = "interpret" if device.interpret else "auto"
     texts = {"dense": "dense", "sparse": steps.METHODS[method]}
     made = {name: steps.step(make(), example, steps.recipe(text, backend)) for name, text in texts.items()}
@@ -411,45 +362,43 @@ def _training(model: str, method: str, device: Target) -> str:
 
 # ---- the rows ----
 
-_LAST, _BEFORE, _BOTH, _ACTIVATED, _NOISE, _FP8 = (
-    "packing along the last axis", "packing along the axis before", "packing along both axes",
-    "packing with an activation's derivative", "noise", "FP8",
-)  # fmt: skip
-_BASE, _A, _B, _TURNED, _DW = (
-    f"products {name}" for name in ("along K", "with A along M", "with B along N", "transposed", "as in dw")
+_AS_DW = {"m_major": True, "n_major": True, "transpose": True}
+_K, _A, _B, _TURNED, _Y, _DW = (
+    check.layout_kind(Shape(128, 64, 128, **lies))
+    for lies in (
+        {},
+        {"m_major": True},
+        {"n_major": True},
+        {"transpose": True},
+        {"m_major": True, "transpose": True},
+        _AS_DW,
+    )
 )
 
 
-def _cut(shape: Shape, needs: tuple[str, ...] = (_BASE,), proves: tuple[str, ...] = (), **cut: Any) -> Row:
+def _cut(shape: Shape, needs: tuple[str, ...] = (_K,), proves: tuple[str, ...] = (), **cut: Any) -> Row:
     config = HopperConfig(**{"tile_n": 64, "store_n": 32, "stages": 2} | cut)
     return Row("primitives", partial(multiply, shape, config), proves, needs, family="hopper")
 
 
 def _form(shape: Shape) -> tuple[str, ...]:
     """Return the kinds of kernels that must not have failed before the tiles of a product are searched."""
-    if shape.itemsize == 1:
-        return (_FP8,)
-    also = (_A,) * shape.m_major + (_TURNED,) * shape.transpose
-    return (_DW,) if shape.m_major and shape.n_major else (_BASE, *also)
+    return (FP8,) if shape.itemsize == 1 else (check.layout_kind(shape),)
 
 
-_AS_DW = {"m_major": True, "n_major": True, "transpose": True}
-_NOISY = (_NOISE, _DW)
 ROWS: dict[str, Row] = {
-    "packing along the last axis": Row("primitives", partial(_packs, mse(2, 4), -1), (_LAST,)),
-    "packing along the axis before": Row("primitives", partial(_packs, mse(2, 4), -2), (_BEFORE,)),
-    "packing with noise": Row("primitives", partial(_packs, mvue(2, 4), -2), (_NOISE,), (_BEFORE,)),
-    "packing with two draws": Row("primitives", partial(_packs, mvue_approx(2, 4), -2), (), (_NOISE,)),
-    "packing by soft": Row("primitives", partial(_packs, soft(2, 4), -1), (), (_LAST,)),
-    "packing along both axes": Row("primitives", _packs_both, (_BOTH,)),
-    "packing with an activation's derivative": Row(
-        "primitives", _packing_activated, (_ACTIVATED,), (_BEFORE, _NOISE), alike="activated"
-    ),
-    "one tile along K": _cut(Shape(128, 64, 128), (), (_BASE,)),
+    **{
+        kind: Row("primitives", partial(_kind, kind), (kind,), needs)
+        for kind, needs in ((LAST, ()), (BEFORE, ()), (NOISE, (BEFORE,)), (BOTH, ()), (ACTIVATED, ()), (FP8_FORMS, ()))
+    },
+    "packing with two draws": Row("primitives", partial(_packs, mvue_approx(2, 4), -2), (), (NOISE,)),
+    "packing by soft": Row("primitives", partial(_packs, soft(2, 4), -1), (), (LAST,)),
+    "one tile along K": _cut(Shape(128, 64, 128), (), (_K,)),
     "one tile with A along M": _cut(Shape(128, 64, 128, m_major=True), (), (_A,)),
     "one tile with B along N": _cut(Shape(128, 64, 128, n_major=True), (), (_B,)),
     "one tile transposed": _cut(Shape(128, 64, 128, transpose=True), (), (_TURNED,)),
     "one tile as in dw": _cut(Shape(128, 64, 128, **_AS_DW), (_A, _B, _TURNED), (_DW,)),
+    "one tile as in y": _cut(Shape(128, 64, 128, m_major=True, transpose=True), (_A, _TURNED), (_Y,)),
     "one tile in float16": _cut(Shape(128, 64, 128, F16)),
     "several steps": _cut(Shape(128, 64, 512)),
     "several tiles": _cut(Shape(512, 256, 128)),
@@ -459,28 +408,24 @@ ROWS: dict[str, Row] = {
     "long steps": _cut(Shape(128, 64, 512), tile_k=128),
     "parts of K": _cut(Shape(128, 64, 512, **_AS_DW), (_DW,), split=3),
     "a partial tile": _cut(Shape(128, 104, 128, transpose=True), (_TURNED,)),
-    "packing in FP8": Row("primitives", _packs_in_fp8, (_FP8,)),
-    "one tile in FP8": _cut(Shape(128, 64, 256, E4M3, transpose=True), (), (_FP8,)),
+    "one tile in FP8": _cut(Shape(128, 64, 256, E4M3, transpose=True), (), (FP8,)),
     "the check before use": Row("check", _check, seconds=360),
     **{
         f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
         for text, needs in {
-            "ste(2,4)": (_BEFORE, _A, _TURNED),
-            "mvue(2,4)": _NOISY,
-            "s_ste(2,4)": _NOISY,
-            "bdwp(2,4)": (_LAST, _BASE),
-            "fst(2,4)": (_NOISE, _BOTH, _DW),
-            "s_ste(2,4,fp8=True)": (_FP8,),
+            "ste(2,4)": (BEFORE, _Y),
+            "mvue(2,4)": (NOISE, _DW),
+            "s_ste(2,4)": (NOISE, _DW),
+            "bdwp(2,4)": (LAST, _K),
+            "fst(2,4)": (NOISE, BOTH, _DW),
+            "s_ste(2,4,fp8=True)": (FP8_FORMS, FP8),
         }.items()
     },
     **{
-        f"{a} by {b} in every layout": Row("numerics", partial(_every_layout, a, b), (), needs, 240)
-        for a, b, needs in (
-            *((kind, kind, (_DW,)) for kind in (BF16, F16)),
-            *((a, b, (_FP8,)) for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2))),
-        )
+        f"every layout in {kind}": Row("numerics", partial(_every_layout, kind), (), needs, 240)
+        for kind, needs in {BF16: (_DW,), F16: (_DW,), E4M3: (FP8,), E5M2: (FP8,)}.items()
     },
-    "long sums in FP8": Row("numerics", _sums_in_fp8, (), (_FP8,), family="hopper"),
+    "long sums in FP8": Row("numerics", _sums_in_fp8, (), (FP8,), family="hopper"),
     **{
         f"packing by Mosaic{name}": Row("speed", partial(_by_mosaic, ways))
         for name, ways in {
@@ -491,12 +436,10 @@ ROWS: dict[str, Row] = {
             " in FP8": _in_fp8,
         }.items()
     },
-    "packing with an activation's derivative, 8192 x 8192": Row(
-        "speed", partial(_packing_activated, size=8192), (), (_ACTIVATED,), alike="activated"
-    ),
+    f"{ACTIVATED}, 8192 x 8192": Row("speed", _packing_activated, (), (ACTIVATED, NOISE)),
     **{
         f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), (kind,), 120, "speed")
-        for dtype, kind in {BF16: _BASE, E4M3: _FP8}.items()
+        for dtype, kind in {BF16: _K, E4M3: FP8}.items()
         for size in (4096, 8192)
     },
     **{

@@ -76,7 +76,7 @@ def test_a_gain_by_hand(monkeypatch):
 
     Tables of tiles, such as the user's own, change nothing.
     """
-    model = nnx.eval_shape(lambda: steps.Block(4096, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: steps.Block(4096))
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
     monkeypatch.setattr(tuning, "gain", lambda *_, **__: 0.7)  # as if a table said that packing is slower
     routes._routes.cache_clear()

@@ -13,7 +13,7 @@ import pytest
 
 import nmjax as nm
 from experiments import config_files
-from experiments.bench import __main__ as command, compaction, launches, measure, runs, savings, train, transforms
+from experiments.bench import __main__ as command, launches, measure, runs, savings, train, transforms
 from experiments.report import index, page
 from experiments.report.runs import read
 from tests.experiments.runs import as_people_run_it as as_people_run_it, xla_flags
@@ -63,7 +63,7 @@ def test_tables_are_saved_as_they_come(monkeypatch, tmp_path, capsys):
         raise RuntimeError
 
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(compaction, "compaction", broken)
+    monkeypatch.setattr(savings, "compaction", broken)
     with pytest.raises(RuntimeError):
         command.main(["compaction", "--rounds", "3", "--save", "here"])
     text = (tmp_path / "results" / "here.md").read_text()
@@ -139,9 +139,9 @@ def test_all_methods_have_rows(model, tokens):
 
 @pytest.mark.slow
 def test_single_products(monkeypatch):
-    monkeypatch.setattr(compaction, "SHAPES", ((512, 32, 64),))
-    (table,) = compaction.compaction(2)
-    assert list(table.rows) == [f"512 x 32 x 64, {n}:{m}" for n, m in compaction.PATTERNS]
+    monkeypatch.setattr(savings, "SHAPES", ((512, 32, 64),))
+    (table,) = savings.compaction(2)
+    assert list(table.rows) == [f"512 x 32 x 64, {n}:{m}" for n, m in savings.PATTERNS]
     assert all(0 < expected < math.inf for expected, *_ in table.rows.values())
 
 
@@ -149,18 +149,9 @@ def test_single_products(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_slot_of_a_config_file_has_a_row_and_a_copy_in_its_place():
-    found = train.slot_by_slot(VIT, "", 2)
-    wanted = ["dense", "fwd_rhs=.*", "fwd_rhs, a copy", r"drhs_g=mvue\(2,4\)", "drhs_g, a copy", "all"]
-    for name, text in zip(found, wanted, strict=True):
-        assert re.fullmatch(f"{VIT} `{text}`", name)
-    assert all(re.fullmatch(r"\d\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", cell) for (cell,) in found.values())
-    assert found[f"{VIT} `dense`"] == ["1.00 (1.00 to 1.00)"]
-
-
-@pytest.mark.slow
 def test_slots_of_methods_that_are_written_in_the_rules(monkeypatch):
     monkeypatch.setattr(train, "in_turn", lambda calls, rounds: dict.fromkeys(calls, [1.0]))
+    monkeypatch.setattr(train.jax, "device_count", lambda: 1)
     texts, program = [], train.Program
 
     def recorded(config, task):
@@ -173,16 +164,17 @@ def test_slots_of_methods_that_are_written_in_the_rules(monkeypatch):
     config.rules, config.sparsity = (("blocks/.*", "s_ste(2,4)"), (".*", "dense")), {}
     monkeypatch.setattr(config_files, "load", lambda name: config)
     monkeypatch.setattr(train, "Program", recorded)
-    train.slot_by_slot("", "", 1)
+    train.measured("", "", 1)
     assert texts[1] == {"dense"}
     assert {"dense", "drhs_g=mvue(2,4)"} in texts
     config.rules = ((".*", "dense"),)
-    assert list(train.slot_by_slot("", "", 1)) == [" `dense`", " `all`"]
+    assert list(train.measured("", "", 1)[1]) == [" `dense`", " `all`"]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_tables_as_they_are_printed():
+    """Every slot has a row, and a copy in its place."""
     words = [sys.executable, "-m", "experiments.bench", "train", f"--config={VIT}", "--rounds=1"]
     env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     said = subprocess.run(words, cwd=config_files.ROOT, env=env, capture_output=True, text=True, check=True).stdout
@@ -193,6 +185,12 @@ def test_the_tables_as_they_are_printed():
         images, milliseconds = float(rate.removesuffix(" images").replace(",", "")), float(time.removesuffix(" ms"))
         assert images * milliseconds / 1e3 == pytest.approx(16, rel=0.02)  # a step is 16 images
         assert float(memory) >= 0.99
+    wanted = ["dense", "fwd_rhs=.*", "fwd_rhs, a copy", r"drhs_g=mvue\(2,4\)", "drhs_g, a copy", "all"]
+    slots = {name: cells for name, cells in found.items() if "`" in name}
+    for name, text in zip(slots, wanted, strict=True):
+        assert re.fullmatch(f"{VIT} `{text}`", name)
+    assert all(re.fullmatch(r"\d\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", cell) for (cell,) in slots.values())
+    assert slots[f"{VIT} `dense`"] == ["1.00 (1.00 to 1.00)"]
     first, whole = map(float, found[VIT])
     assert 0 < first < whole
 
