@@ -1,7 +1,7 @@
 """The steps that benchmarks time: training steps of models, and their forward and backward passes alone."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,8 +44,16 @@ def resnet(width: int) -> nnx.Module:
     return nm.models.ResNet(blocks=(2, 1), bottleneck=True, width=width, stem="cifar", classes=10, rngs=nnx.Rngs(0))
 
 
+Model = tuple[Callable[[], nnx.Module], jax.ShapeDtypeStruct]
+"""A maker, and the shape of a batch."""
+
+
+def block(tokens: int, width: int, dtype: Any = jnp.bfloat16) -> Model:
+    """Return a `Block` with parameters and tokens of a dtype."""
+    return partial(Block, width, dtype=dtype, param_dtype=dtype), jax.ShapeDtypeStruct((tokens, width), dtype)
+
+
 ViT, GPT = partial(vit, dtype=jnp.bfloat16), partial(gpt, dtype=jnp.bfloat16)
-Model = tuple[Callable[[], nnx.Module], jax.ShapeDtypeStruct]  # a maker, and the shape of a batch
 LARGE: dict[str, Model] = {  # models of GPUs
     "ViT-B/16, 64 images": (
         partial(ViT, 768, depth=12, image=224, patch=16, classes=1000, pool="cls"),
@@ -140,9 +148,3 @@ def step(
         compiled = trace().compile()
         took = time.perf_counter() - start
     return Step(going_on(compiled, state, batch), compiled.memory_analysis().temp_size_in_bytes, took, trace, layers)
-
-
-def passes(tokens: int, width: int, dtype: Any, methods: Mapping[str, tuple[str, str]]) -> dict[str, Step]:
-    """Return the forward and backward passes of a `Block`, for each name by a method and a backend."""
-    example, form = jax.ShapeDtypeStruct((tokens, width), dtype), {"dtype": dtype, "param_dtype": dtype}
-    return {name: step(Block(width, **form), example, recipe(*how), train=False) for name, how in methods.items()}

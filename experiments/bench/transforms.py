@@ -117,7 +117,8 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
     yield Table("Other n:m", note, ["", *head], in_copies(others, size, rounds))
     rows = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        made = steps.passes(2048, 384, dtype, {text: (text, "auto") for text in FEED_FORWARD})
+        make, example = steps.block(2048, 384, dtype)
+        made = {text: steps.step(make(), example, steps.recipe(text), train=False) for text in FEED_FORWARD}
         times = in_turn({text: step.call for text, step in made.items()}, rounds)
         for text, step in made.items():
             over = [ratio(times[text], times["dense"]), step.memory / made["dense"].memory]

@@ -324,39 +324,23 @@ def _check(device: Target) -> str:
     return f"wrong: {'; '.join(f'{kind} {text}' for kind, text in wrong.items())}" if wrong else "right"
 
 
-def _feed_forward(width: int, method: str, device: Target) -> str:
-    """Time a feed-forward block beside the dense one."""
-    text, backend = METHODS[method]
-    tokens, width = (128, 64) if device.interpret else (16384, width)
+def _step(large: steps.Model, small: steps.Model, text: str, backend: str, train: bool, device: Target) -> str:
+    """Time a training step, or forward and backward passes, beside the dense ones."""
+    make, example = small if device.interpret else large
     backend = "interpret" if device.interpret and backend == "auto" else backend
-    made = steps.passes(tokens, width, jnp.bfloat16, {"dense": ("dense", "auto"), method: (text, backend)})
-    times = in_turn({name: step.call for name, step in made.items()}, 1 if device.interpret else 9, 0.1)
-    if device.interpret:
-        return NO_SPEED
-    shares = (
-        f"{over(times[method], times['dense'])} of the dense time, {made[method].memory / made['dense'].memory:.2f}"
-    )
-    return f"right: {shares} of its temporary memory; dense {np.median(times['dense']) * 1e3:.2f} ms"
-
-
-def _training(model: str, method: str, device: Target) -> str:
-    """Time a whole training step beside the dense one."""
-    make, example = dict(zip(steps.LARGE, steps.SMALL, strict=True))[model] if device.interpret else steps.LARGE[model]
-    backend = "interpret" if device.interpret else "auto"
-    texts = {"dense": "dense", "sparse": steps.METHODS[method]}
-    made = {name: steps.step(make(), example, steps.recipe(text, backend)) for name, text in texts.items()}
-    losses = {name: float(step.call()) for name, step in made.items()}
-    if not np.isfinite(list(losses.values())).all():
-        return f"wrong: the losses are {losses}"
-    dense, sparse = made["dense"], made["sparse"]
+    recipes = {"dense": steps.recipe("dense"), "sparse": steps.recipe(text, backend)}
+    dense, sparse = made = [steps.step(make(), example, recipe, train) for recipe in recipes.values()]
+    losses = [float(jax.tree.leaves(step.call())[0]) for step in made]
     packed = sum(route.how == "packed" for layer in sparse.layers for _, route in layer.runs)
+    if not np.isfinite(losses).all():
+        return f"wrong: the losses are {losses}"
     if device.interpret:
         return f"{NO_SPEED}; {packed} products packed"
-    seconds = in_turn({name: step.call for name, step in made.items()}, 7, 0.3)
+    seconds = in_turn({"dense": dense.call, "sparse": sparse.call}, 9, 0.1)
     return (
         f"right: {over(seconds['sparse'], seconds['dense'])} of the dense time, {sparse.memory / dense.memory:.2f} of "
         f"its temporary memory, {sparse.compile / dense.compile:.1f} of its compilation, {packed} products packed; "
-        f"dense {np.median(seconds['dense']) * 1e3:.1f} ms, {dense.memory / 1e9:.2f} GB"
+        f"dense {np.median(seconds['dense']) * 1e3:.2f} ms, {dense.memory / 1e9:.2f} GB"
     )
 
 
@@ -443,18 +427,20 @@ ROWS: dict[str, Row] = {
         for size in (4096, 8192)
     },
     **{
-        f"feed-forward, {width} wide, {name}": Row("speed", partial(_feed_forward, width, name), (), (), 120, name)
+        f"feed-forward, {width} wide, {name}": Row(
+            "speed", partial(_step, steps.block(16384, width), steps.block(128, 64), *how, False), (), (), 120, name
+        )
         for width in (4096, 8192)
-        for name in METHODS
+        for name, how in METHODS.items()
     },
     **{
         f"tiles of {name}": Row("tiles", partial(_tiles, shape), (), _form(shape), 180, f"{_form(shape)} {shape.dtype}")
         for name, shape in searches().items()
     },
     **{
-        f"step of {model}: {method}": Row("training", partial(_training, model, method), seconds=240)
-        for method in steps.METHODS
-        for model in steps.LARGE
+        f"step of {model}: {method}": Row("training", partial(_step, large, small, text, "auto", True), seconds=240)
+        for method, text in steps.METHODS.items()
+        for (model, large), small in zip(steps.LARGE.items(), steps.SMALL, strict=True)
     },
     **{
         f"cuSPARSELt, {kind}, {n} x {n} x {n}": Row("peers", partial(peer, n, kind), (), (), 120, "peers")
