@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 import nmjax as nm
-from experiments.bench import steps
 from experiments.bench.measure import Table, copy, in_turn, ratio
 from nmjax.core import groups
 from nmjax.pruners.unbiased import _unrolled, _whole
@@ -117,12 +116,15 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
     yield Table("Other n:m", note, ["", *head], in_copies(others, size, rounds))
     rows = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        make, example = steps.block(2048, 384, dtype)
-        made = {text: steps.step(make(), example, steps.recipe(text), train=False) for text in FEED_FORWARD}
-        times = in_turn({text: step.call for text, step in made.items()}, rounds)
-        for text, step in made.items():
-            over = [ratio(times[text], times["dense"]), step.memory / made["dense"].memory]
-            absolute = f"{min(times[text]) * 1e3:.1f} ms, {step.memory / 2**20:.1f} MiB"
+        sides = ((2048, 384), (384, 1536), (1536, 384))
+        x, up, down = (jax.random.normal(jax.random.key(i), s, dtype) / s[0] ** 0.5 for i, s in enumerate(sides))
+        gradients = {text: jax.jit(jax.grad(partial(_loss, sparsity=nm.parse(text)))) for text in FEED_FORWARD}
+        made = {text: f.lower((up, down), x).compile() for text, f in gradients.items()}
+        times = in_turn({text: partial(f, (up, down), x) for text, f in made.items()}, rounds)
+        memory = {text: f.memory_analysis().temp_size_in_bytes for text, f in made.items()}
+        for text in made:
+            over = [ratio(times[text], times["dense"]), memory[text] / memory["dense"]]
+            absolute = f"{min(times[text]) * 1e3:.1f} ms, {memory[text] / 2**20:.1f} MiB"
             rows[f"{text}, {dtype.__name__}"] = [*over, absolute]
     yield Table(
         "Feed-forward block",
@@ -130,6 +132,14 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
         "1.2.",
         ["", "time", "temporary memory", "absolute"], rows,
     )  # fmt: skip
+
+
+def _loss(weights: tuple[jax.Array, jax.Array], x: jax.Array, sparsity: nm.Sparsity) -> jax.Array:
+    """Return the loss of a feed-forward block. The soft threshold's scale is a constant, that of N(0, 1) weights."""
+    up, down = (nm.Ctx(key=i, step=0, state={"fwd_rhs": jnp.float32(1.483)}) for i in (0, 1))
+    product = partial(nm.einsum, "ti,io->to", sparsity=sparsity)
+    y = product(jax.nn.gelu(product(x, weights[0], ctx=up)), weights[1], ctx=down)
+    return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
 
 def in_copies(ways: Mapping[str, Callable], size: int, rounds: int) -> dict[str, list[float | None]]:

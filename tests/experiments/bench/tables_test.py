@@ -87,6 +87,11 @@ def test_ratios_are_of_rounds_and_what_is_slow_is_called_once():
     assert measure.over([2.0, 4.0, 9.0], [1.0, 2.0, 9.0]) == "2.00 (1.50 to 2.00)"
 
 
+def test_each_call_goes_on_from_the_last():
+    call = measure.going_on(lambda state, by: (state * by, state), 3, 2)
+    assert [call(), call(), call()] == [3, 6, 12]
+
+
 @pytest.mark.skipif(measure.peak_bytes(lambda: None) is None, reason="the platform does not tell the peak of a process")
 def test_the_peak_of_a_call_is_that_of_its_memory():
     """Half of it is freed before the call ends."""
