@@ -118,9 +118,9 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
     for dtype in (jnp.float32, jnp.bfloat16):
         sides = ((2048, 384), (384, 1536), (1536, 384))
         x, up, down = (jax.random.normal(jax.random.key(i), s, dtype) / s[0] ** 0.5 for i, s in enumerate(sides))
-        gradients = {text: jax.jit(jax.grad(partial(_loss, sparsity=nm.parse(text)))) for text in FEED_FORWARD}
-        made = {text: f.lower((up, down), x).compile() for text, f in gradients.items()}
-        times = in_turn({text: partial(f, (up, down), x) for text, f in made.items()}, rounds)
+        gradients = {text: jax.jit(jax.grad(partial(_loss, sparsity=nm.parse(text)), (0, 1))) for text in FEED_FORWARD}
+        made = {text: f.lower((up, down), x, 0).compile() for text, f in gradients.items()}
+        times = in_turn({text: partial(f, (up, down), x, 0) for text, f in made.items()}, rounds)
         memory = {text: f.memory_analysis().temp_size_in_bytes for text, f in made.items()}
         for text in made:
             over = [ratio(times[text], times["dense"]), memory[text] / memory["dense"]]
@@ -134,9 +134,9 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
     )  # fmt: skip
 
 
-def _loss(weights: tuple[jax.Array, jax.Array], x: jax.Array, sparsity: nm.Sparsity) -> jax.Array:
+def _loss(weights: tuple[jax.Array, jax.Array], x: jax.Array, step: jax.Array, sparsity: nm.Sparsity) -> jax.Array:
     """Return the loss of a feed-forward block. The soft threshold's scale is a constant, that of N(0, 1) weights."""
-    up, down = (nm.Ctx(key=i, step=0, state={"fwd_rhs": jnp.float32(1.483)}) for i in (0, 1))
+    up, down = (nm.Ctx(key=i, step=step, state={"fwd_rhs": jnp.float32(1.483)}) for i in (0, 1))
     product = partial(nm.einsum, "ti,io->to", sparsity=sparsity)
     y = product(jax.nn.gelu(product(x, weights[0], ctx=up)), weights[1], ctx=down)
     return jnp.sum(jnp.square(y.astype(jnp.float32)))
