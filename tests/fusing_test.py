@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments.bench.counts import counted
+from experiments.bench.computed import counted
 from nmjax.models.transformer import Mlp
 from nmjax.products import activated
 

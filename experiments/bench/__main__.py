@@ -5,136 +5,99 @@ import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import nmjax as nm
-from experiments import bench
+from experiments import bench, files
 from experiments.bench.measure import machine
 from experiments.errors import Failed, Mistake
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = (
-    "transforms",
-    "delivery",
-    "compaction",
-    "savings",
-    "train",
-    "runs",
-    "scale",
-    "pretrained",
-    "expected",
-    "counts",
-    "kernels",
-    "silicon",
-    "tune",
-)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.bench",
-        description=bench.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("what", choices=TABLES)
-    add("--size", type=int, default=4096, help="transforms: rows and columns of the arrays (default 4096)")
-    add("--config", action="append", help="train, scale: a config file, with or without a variant")
-    add("--dir", default="", help="train, scale: the folder of the data, as --config.data.dir")
-    add("--method", action="append", help="savings: a method in place of those of the list")
-    models = ("GPT", "ViT", "ResNet")
-    add("--model", action="append", choices=models, help="savings: one of the models, in place of all three")
-    add("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
-    add("--quick", action="store_true", help="kernels: fewer and smaller cases")
-    stages = "a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, "
-    add("--only", default="", help=f"kernels: some stages, such as a,c: {stages}f a feed-forward block")
-    add("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
-    ship = "tune: write the package's table instead of the user's own; silicon: put the tables of a run in DIR there"
-    add("--ship", metavar="DIR", nargs="?", const="", help=ship)
-    add("--minutes", type=float, default=8, help="tune: start no product after it; silicon: the time limit (default 8)")
-    add("--out", type=Path, help="silicon: the folder of its rows and its table")
-    add("--parts", default="", help="silicon: some parts, such as primitives,numerics (default all)")
-    add("--rounds", type=int, default=9, help="how often everything is timed (default 9)")
-    add("--save", metavar="NAME", nargs="?", const="", help="also write experiments/results/NAME.md")
-    return parser
+class Benchmark(NamedTuple):
+    """A benchmark: what it measures, its options, and its module, in which a function of its name yields tables."""
+
+    about: str
+    options: str = "rounds save"
+    module: str = ""
+
+
+BENCHMARKS = {
+    "transforms": Benchmark("pruning of arrays, in copies", "size rounds save"),
+    "delivery": Benchmark("sparse models, against the dense one", module="savings"),
+    "compaction": Benchmark("products with fewer rows, one by one", module="savings"),
+    "savings": Benchmark("the time and memory of training steps", "method model rounds save"),
+    "train": Benchmark("training steps of runs, against a plain loop", "config dir rounds save"),
+    "runs": Benchmark("reports of long runs and of many runs, and the memory of a run"),
+    "scale": Benchmark("many devices, saving, and starting again", "config dir rounds save"),
+    "pretrained": Benchmark("reading a checkpoint, and pruning it in one shot"),
+    "expected": Benchmark("what sparse tensor cores can bring to a step, computed from plans", "save", "computed"),
+    "counts": Benchmark("the kernels of a step, counted in its program", module="computed"),
+    "silicon": Benchmark("the kernels on a GPU, row by row; goes on where it stopped", "out ship:dir minutes parts"),
+    "tune": Benchmark("the fastest tiles of products, for the library", "shapes ship minutes save"),
+}
+
+
+def _size(text: str) -> int:
+    if not text.isdigit() or not int(text) or int(text) % 128:
+        raise argparse.ArgumentTypeError(f"{text}: write a multiple of 128.")
+    return int(text)
+
+
+def _method(text: str) -> str:
+    try:
+        nm.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}") from None
+    return text
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rounds": {"type": int, "default": 9, "help": "how often everything is timed (default 9)"},
+    "save": {"metavar": "NAME", "nargs": "?", "const": "", "help": "also write experiments/results/NAME.md"},
+    "size": {"type": _size, "default": 4096, "help": "rows and columns of the arrays (default 4096)"},
+    "config": {"action": "append", "default": [], "help": "a config file, with or without a variant (repeatable)"},
+    "dir": {"default": "", "help": "the folder of the data, as --config.data.dir"},
+    "method": {"type": _method, "action": "append", "default": [], "help": "in place of all of the list (repeatable)"},
+    "model": {"choices": ("GPT", "ViT", "ResNet"), "action": "append", "default": [], "help": "in place of all three"},
+    "shapes": {"help": "layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'"},
+    "ship": {"action": "store_true", "help": "write the package's table instead of the user's own"},
+    "minutes": {"type": float, "default": 8, "help": "begin nothing after it (default 8)"},
+    "out": {"type": Path, "metavar": "DIR", "help": "the folder of the rows and of their table"},
+    "ship:dir": {"type": Path, "metavar": "DIR", "help": "put the tables of tiles of a run in DIR into the package"},
+    "parts": {"default": "", "help": "some parts, such as primitives,numerics (default all)"},
+}
 
 
 def main(argv: list[str]) -> int:
     """Run a benchmark, print its tables, and return the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "experiments.bench", *argv])
-    path = None if args.save is None else RESULTS / (args.save or args.what)
-    module = import_module(f"experiments.bench.{args.what}")  # not the others: they may need packages that are missing
-    if args.shapes and args.what != "tune":
-        parser.error("--shapes belongs to tune. kernels has --sizes.")
+    parser = argparse.ArgumentParser("python -m experiments.bench", description=bench.__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name, benchmark in BENCHMARKS.items():
+        command = commands.add_parser(name, help=benchmark.about, description=benchmark.about)
+        for option in benchmark.options.split():
+            command.add_argument(f"--{option.partition(':')[0]}", **OPTIONS[option])
+    given = vars(parser.parse_args(argv))
+    what, save = given.pop("what"), given.pop("save", None)
+    path = None if save is None else RESULTS / f"{save or what}.md"
+    module = import_module(f"experiments.bench.{BENCHMARKS[what].module or what}")  # others may lack their packages
+    text = ""
     try:
-        sizes = tuple(int(n) for n in args.sizes.split(","))
-        shapes = module.of_text(args.shapes) if args.shapes else None
-    except ValueError as error:
-        parser.error(f"--sizes={args.sizes} and --shapes={args.shapes}: {error}")
-    if args.size < 1 or args.size % 128:
-        parser.error(f"--size={args.size}: write a multiple of 128.")
-    for method in args.method or ():
-        try:
-            nm.parse(method)
-        except ValueError as error:
-            parser.error(f"--method: {error}")
-    if args.what == "kernels":
-        only = args.only.replace(",", " ").split()
-        unknown = sorted(set(only) - set(module.STAGES))
-        if unknown:
-            parser.error(f"--only: {', '.join(unknown)} is none of the stages {', '.join(module.STAGES)}.")
-        _, complete = module.kernels(sizes, args.rounds, args.quick, only, path, command)
-        return 0 if complete else 1
-    if args.what == "silicon":
-        parts = args.parts.replace(",", " ").split() or module.PARTS
-        unknown = sorted(set(parts) - set(module.PARTS))
-        if args.ship == "":
-            parser.error("silicon --ship DIR: name the folder of a run.")
-        if args.ship is not None:
-            try:
-                print(*module.ship(Path(args.ship)), sep="\n")
-            except ValueError as error:
-                parser.error(f"--ship: {error}")
-            return 0
-        if unknown:
-            parser.error(f"--parts: {', '.join(unknown)} is none of the parts {', '.join(module.PARTS)}.")
-        if args.out is None:
-            parser.error("silicon: write --out DIR, the folder of its results.")
-        print(module.silicon(args.out, args.minutes, parts))
-        return 0
-    try:
-        tables = _tables(args, module, shapes)
+        for table in getattr(module, what)(**given):
+            if not text and what != "silicon":  # whose processes need the whole device
+                text = f"# {what}\n\n{machine()}  \n`{shlex.join(['python', '-m', 'experiments.bench', *argv])}`\n"
+                print(text)
+            text += f"\n{table}"
+            print(table, flush=True)
+            if path is not None:
+                path.parent.mkdir(exist_ok=True)
+                files.replace(path, text)
     except (Mistake, Failed) as error:
         print(error, file=sys.stderr)
         return error.code
-    if tables is None:
-        return 1
-    text = f"# {args.what}\n\n{machine()}  \n`{command}`\n\n" + tables
-    print(text)
-    if path:
-        path.parent.mkdir(exist_ok=True)
-        path.with_name(f"{path.name}.md").write_text(text)
     return 0
-
-
-def _tables(args: argparse.Namespace, module: ModuleType, shapes: Any) -> str | None:
-    """Return the tables of a benchmark; None if it cannot run on this machine."""
-    return {
-        "transforms": lambda: module.transforms(args.size, args.rounds),
-        "delivery": lambda: module.delivery(args.rounds),
-        "compaction": lambda: module.compaction(args.rounds),
-        "savings": lambda: module.savings(args.method or module.METHODS, args.rounds, args.model or module.MODELS),
-        "train": lambda: module.train(args.config or module.CONFIG_FILES, args.dir, args.rounds),
-        "runs": lambda: module.runs(args.rounds),
-        "scale": lambda: module.scale(args.config or module.CONFIG_FILES, args.dir, args.rounds),
-        "pretrained": lambda: module.pretrained(args.rounds),
-        "expected": lambda: module.expected(),
-        "counts": lambda: module.counts(args.rounds),
-        "tune": lambda: module.tune(shapes or module.default(), args.ship is not None, args.minutes),
-    }[args.what]()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Timing of functions, and tables of the times."""
+"""Functions timed in turn, what they need, and the tables of what was found."""
 
 import ctypes
 import datetime
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +19,53 @@ import numpy as np
 from experiments.bench import turns
 from experiments.training.provenance import processor
 
-NEAR_ONE = 1 + 1 / 128  # exact in bfloat16. There 1.0001 rounds to 1, and XLA removes the product
+
+class Table(NamedTuple):
+    """A table.
+
+    Attributes:
+      title: The title.
+      note: The text between the title and the table.
+      head: The columns' titles.
+      rows: For each name its cells: texts, numbers, or None for an empty one.
+    """
+
+    title: str
+    note: str
+    head: Sequence[str] = ()
+    rows: Mapping[str, Sequence[str | float | None]] = {}
+
+    def __str__(self) -> str:
+        lines = [f"## {self.title}", "", self.note, ""]
+        if self.head:
+            cells = [self.head, *([name, *map(_shown, values)] for name, values in self.rows.items())]
+            first, *others = ("| " + " | ".join(line) + " |" for line in cells)
+            lines += [first, "|" + "---|" * len(self.head), *others, ""]
+        return "\n".join(lines)
 
 
-def best_times(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Return the best time of each call in seconds. All are timed in turn. A call of half a second is timed once."""
-    for call in calls.values():
-        jax.block_until_ready(call())
-    best = dict.fromkeys(calls, float("inf"))
-    for i in range(rounds):
-        for name, call in calls.items():
-            if i and best[name] > 0.5:
-                continue
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def _shown(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.2f}"
+
+
+def machine() -> str:
+    """Return the date, the device and the versions, for the head of a file of results."""
+    device = jax.devices()[0]
+    name = processor() if device.platform == "cpu" else device.device_kind
+    devices = f"{name}, {len(jax.devices())} device(s), {os.cpu_count()} cores"
+    versions = f"Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
+    return f"{datetime.date.today()} · {devices} · {versions}"
 
 
 def in_turn(
-    calls: dict[str, Callable], rounds: int, seconds: float = 0.03, wait: Callable = jax.block_until_ready
-) -> dict[str, list[float]]:
+    calls: Mapping[Any, Callable],
+    rounds: int,
+    seconds: float = 0.03,
+    once: float = math.inf,
+    wait: Callable = jax.block_until_ready,
+) -> dict[Any, list[float]]:
     """Return the seconds of one call of each, round by round. All are timed in turn.
 
     Args:
@@ -46,24 +73,21 @@ def in_turn(
       rounds: How many rounds.
       seconds: About the time that the calls of one function take in a round. A function that takes more than 30 times
         as long is called once.
+      once: A function that takes longer is timed in the first round only.
       wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
     """
     with turns.alone():
         for call in calls.values():
             wait(call())  # compiles it, if it is not compiled
-        return _in_turn(calls, rounds, seconds, wait)
-
-
-def _in_turn(calls: dict[str, Callable], rounds: int, seconds: float, wait: Callable) -> dict[str, list[float]]:
-    counts = {}
-    for name, call in calls.items():
-        slow = _seconds(call, 1, wait) > 30 * seconds
-        counts[name] = 1 if slow else min(max(round(seconds / _seconds(call, 3, wait)), 1), 1000)
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
+        counts, times = {}, {name: [] for name in calls}
         for name, call in calls.items():
-            times[name].append(_seconds(call, counts[name], wait))
-    return times
+            slow = _seconds(call, 1, wait) > 30 * seconds
+            counts[name] = 1 if slow else min(max(round(seconds / _seconds(call, 3, wait)), 1), 1000)
+        for i in range(rounds):
+            for name, call in calls.items():
+                known = i and times[name][0] > once
+                times[name].append(times[name][0] if known else _seconds(call, counts[name], wait))
+        return times
 
 
 def _seconds(call: Callable, count: int, wait: Callable) -> float:
@@ -75,16 +99,32 @@ def _seconds(call: Callable, count: int, wait: Callable) -> float:
     return (time.perf_counter() - start) / count
 
 
-def speedup(times: list[float], base: list[float]) -> float:
-    """Return how many times as fast as the base a function is: the median of the rounds' ratios."""
-    return statistics.median(b / t for t, b in zip(times, base, strict=True))
+def ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    """Return how many times as long as a base something takes: the median of the rounds' ratios."""
+    return statistics.median(t / b for t, b in zip(times, base, strict=True))
 
 
-def over(times: list[float], base: list[float]) -> str:
+def over(times: Sequence[float], base: Sequence[float]) -> str:
     """Return the ratio of some times to those of a base: the median over the rounds, with the quartiles, as a text."""
     ratios = [t / b for t, b in zip(times, base, strict=True)]
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def going_on(step: Callable, state: Any, *arguments: Any) -> Callable[[], Any]:
+    """Return a step from a state to the next one as a call without arguments. Each call goes on from the last."""
+    now = [state]
+
+    def call() -> Any:
+        now[0], shown = step(now[0], *arguments)
+        return shown
+
+    return call
+
+
+def copy(x: jax.Array) -> jax.Array:
+    """Read an array, and write one of nearly equal values."""
+    return x * jnp.asarray(1 + 1 / 128, x.dtype)  # exact in bfloat16. There 1.0001 is 1, and XLA removes the product
 
 
 def cublas_only() -> dict[str, bool] | None:
@@ -92,14 +132,14 @@ def cublas_only() -> dict[str, bool] | None:
     return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
 
 
-def compiled(programs: dict) -> dict:
+def compiled(programs: Mapping[Any, Sequence[Any]]) -> dict:
     """Compile programs side by side. If a program fails, its exception is returned in its place.
 
     Args:
       programs: For each name a jitted function and its arguments.
     """
 
-    def one(program):
+    def one(program: Sequence[Any]) -> Any:
         jitted, *arguments = program
         try:
             return jitted.lower(*arguments).compile()
@@ -120,57 +160,17 @@ def peak_bytes(call: Callable) -> int | None:
     if trim is not None:
         trim(0)
     peak.write_text("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     jax.block_until_ready(call())
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(name: str) -> int:
-    """Return a number of bytes in the status of the process."""
-    return next(int(line.split()[1]) * 1024 for line in _lines("/proc/self/status") if line.startswith(name))
+def resident(name: str, process: int | str = "self") -> int:
+    """Return a number of bytes in the status of a process of Linux, such as VmRSS, its resident memory."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def in_short(error: BaseException) -> str:
     """Return an error's type, and 300 characters of its message."""
     return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def in_copies(functions: dict[str, Callable], x: jax.Array, rounds: int) -> dict[str, float]:
-    """Return the time of each function of x, divided by that of a copy, ``x * NEAR_ONE``."""
-    copy = lambda x: x * jnp.asarray(NEAR_ONE, x.dtype)
-    calls = {name: partial(jax.jit(f), x) for name, f in {"copy": copy, **functions}.items()}
-    times = best_times(calls, rounds)
-    return {name: times[name] / times["copy"] for name in functions}
-
-
-def markdown(title: str, note: str, rows: dict[str, list], head: list[str]) -> str:
-    """Return a table with its title and a note.
-
-    Args:
-      title: The title.
-      note: The text between the title and the table.
-      rows: For each name its cells: texts, numbers, or None for an empty one.
-      head: The columns' titles.
-    """
-    lines = [f"## {title}", "", note, "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join([name, *map(_shown, values)]) + " |" for name, values in rows.items()]
-    return "\n".join([*lines, ""])
-
-
-def _shown(value: str | float | None) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else f"{value:.2f}"
-
-
-def machine() -> str:
-    """Return the date, the device and the versions, for the head of a file of results."""
-    device = jax.devices()[0]
-    name = processor() if device.platform == "cpu" else device.device_kind
-    devices = f"{name}, {len(jax.devices())} device(s), {os.cpu_count()} cores"
-    versions = f"Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
-    return f"{datetime.date.today()} · {devices} · {versions}"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []

@@ -9,11 +9,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.measure import markdown
+from experiments.bench.launches import watched
+from experiments.bench.measure import Table, in_turn, resident
 
 LINES, LAYERS, RUNS, STEPS = 100_000, 24, 1000, 10_000
 ABOUT = {
@@ -23,27 +24,32 @@ ABOUT = {
 CONFIG = {"seed": 0, "experiment": "image", "data": {"name": "digits"}, "model": {"name": "vit", "size": "tiny"}}
 
 
-def runs(rounds: int) -> str:
+def runs(rounds: int) -> Iterator[Table]:
     """Return the tables of ``bench runs``."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        one = long_run(folder / "long")
-        many(folder / "many")
-        rows = {
-            f"report of a run of {LINES:,} lines of metrics ({one / 1e6:.0f} MB)": _report(folder / "long", rounds),
-            f"index of {RUNS:,} runs": _report(folder / "many", rounds),
+        long, several = Path(name, "long"), Path(name, "many")
+        size = long_run(long)
+        many(several)
+        folders = {
+            f"report of a run of {LINES:,} lines of metrics ({size / 1e6:.0f} MB)": long,
+            f"index of {RUNS:,} runs": several,
         }
-    pages = (
+        words = [sys.executable, "-m", "experiments.report"]
+        report = lambda folder: subprocess.run([*words, folder], capture_output=True, text=True, check=True).stdout
+        rows = {}
+        for title, folder in folders.items():
+            page = Path(report(folder).strip()).stat().st_size
+            times = in_turn({"": lambda folder=folder: report(folder)}, rounds)[""]
+            seconds = (f"{f(times):.1f} s" for f in (statistics.median, min, max))
+            rows[title] = [*seconds, f"{page / 1e6:.2f} MB"]
+    yield Table(
+        "Reports",
         "`python -m experiments.report`, as a process of its own. Aims: at most 5 s and 5 MB for the report, and 10 s "
-        "for the index."
-    )
+        "for the index.",
+        ["", "median", "best", "worst", "page"], rows,
+    )  # fmt: skip
     flat = f"`vit_24.py:smoke` with {STEPS:,} steps, an evaluation and a checkpoint every 100."
-    return "\n".join(
-        [
-            markdown("Reports", pages, rows, ["", "median", "best", "worst", "page"]),
-            markdown("Memory and open files over a run", flat, _memory(), ["step", "resident memory", "open files"]),
-        ]
-    )
+    yield Table("Memory and open files over a run", flat, ["step", "resident memory", "open files"], _memory())
 
 
 def long_run(folder: Path) -> int:
@@ -82,46 +88,15 @@ def many(folder: Path) -> None:
         (run / "config.json").write_text(json.dumps(CONFIG | {"seed": n % 5, "sparsity": {"blocks": method}}))
 
 
-def _report(folder: Path, rounds: int) -> list[str]:
-    """Return how long the command takes for a folder, and the size of the page."""
-    seconds = []
-    for _ in range(rounds):
-        began = time.monotonic()
-        words = [sys.executable, "-m", "experiments.report", str(folder)]
-        page = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-        seconds.append(time.monotonic() - began)
-    size = Path(page).stat().st_size
-    return [*(f"{f(seconds):.1f} s" for f in (statistics.median, min, max)), f"{size / 1e6:.2f} MB"]
-
-
 def _memory() -> dict[str, list[str]]:
     """Return the resident memory and the number of open files of a run about every 1,000 steps."""
     changes = {"epochs": 0, "steps": STEPS, "evaluate": 100, "learning_rate.warmup": 0}
+    words, found, wanted = [f"--config.{name}={value}" for name, value in changes.items()], {}, 1000
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--config.{name}={value}" for name, value in changes.items()]
-        command = [sys.executable, "launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={folder}/run", *words]
-        run, found, wanted = subprocess.Popen(command, stdout=subprocess.DEVNULL), {}, 1000
-        metrics = Path(folder, "run", "metrics.jsonl")
-        while run.poll() is None:
-            time.sleep(0.2)
-            step = _last_step(metrics)
+        for process, step in watched(Path(folder, "run"), "configs/vit_24.py:smoke", *words):
             if step >= wanted:
-                with contextlib.suppress(FileNotFoundError):  # the process has just ended
-                    files = len(os.listdir(f"/proc/{run.pid}/fd"))
-                    found[f"{step:,}"] = [f"{_resident(run.pid) / 1e6:.0f} MB", str(files)]
+                with contextlib.suppress(FileNotFoundError, StopIteration):  # the process has just ended
+                    memory = f"{resident('VmRSS', process) / 1e6:.0f} MB"
+                    found[f"{step:,}"] = [memory, str(len(os.listdir(f"/proc/{process}/fd")))]
                 wanted = step // 1000 * 1000 + 1000
-    if run.returncode:
-        raise RuntimeError(f"the run ended with exit code {run.returncode}.")
     return found
-
-
-def _last_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    lines = metrics.read_bytes().rsplit(b"\n", 2)  # a whole line ends with a line feed
-    return json.loads(lines[-2])["step"] if len(lines) > 1 and lines[-2] else 0
-
-
-def _resident(process: int) -> int:
-    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -7,7 +7,7 @@ All are compiled side by side, checked against XLA's product, and timed in turn 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import turns
-from experiments.bench.measure import compiled, cublas_only, in_turn, markdown, speedup
+from experiments.bench.measure import Table, compiled, cublas_only, in_short, in_turn, ratio
+from experiments.errors import Failed, Mistake
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, measured, tuning
 from nmjax.kernels.format import Packed
@@ -27,65 +28,47 @@ from nmjax.kernels.limits import Config, HopperConfig, Shape, config_refusal, pr
 from nmjax.kernels.targets import Target, target
 from nmjax.models import gpt, vit
 
-MODELS = {
-    "ViT-B": vit.SIZES["B"],
-    "ViT-L": vit.SIZES["L"],
-    "GPT-2 124M": gpt.SIZES["small"],
-    "GPT-2 355M": gpt.SIZES["medium"],
-    "GPT-2 774M": gpt.SIZES["large"],
-    "GPT-2 1.5B": gpt.SIZES["xl"],
-}
+MODELS = (*(vit.SIZES[name] for name in "BL"), *(gpt.SIZES[name] for name in ("small", "medium", "large", "xl")))
 ERROR = 0.02  # of the largest magnitude: a correct product of bf16 or FP8 operands is off by less
 
 # ---- the products of a layer ----
 
 
 def layer(tokens: int, inward: int, outward: int) -> dict[str, Shape]:
-    """Return the products of a layer as in training, each with one operand packed.
+    """Return the products of a layer as in training, each with one operand packed, in bf16 and FP8.
 
-    Their operands are x [tokens, in], w [in, out] and g [tokens, out].
+    Their operands are x [tokens, in], w [in, out] and g [tokens, out]. In FP8 they are k-major, weights and activations
+    in e4m3, and gradients in e5m2.
     """
-    return {
+    found = {
         "fwd": Shape(outward, tokens, inward, m_major=True, transpose=True),
         "dx, w packed": Shape(inward, tokens, outward, transpose=True),
         "dx, g packed": Shape(tokens, inward, outward),
         "dw": Shape(outward, inward, tokens, m_major=True, n_major=True, transpose=True),
     }
-
-
-def in_fp8(name: str, shape: Shape) -> Shape:
-    """Return the same product with FP8 operands, k-major: weights and activations in e4m3, gradients in e5m2."""
-    kind = jnp.float8_e5m2 if name in ("dx, g packed", "dw") else jnp.float8_e4m3fn
-    return replace(shape, dtype=jnp.dtype(kind).name, m_major=False, n_major=False)
+    for name, shape in list(found.items()):
+        kind = "float8_e5m2" if name in ("dx, g packed", "dw") else "float8_e4m3fn"
+        found[f"{name} in FP8"] = replace(shape, dtype=kind, m_major=False, n_major=False)
+    return found
 
 
 def of_text(text: str) -> list[Shape]:
-    """Return the products of layers such as ``"8192x1024x4096 4096x4096x4096"``, in bf16 and FP8."""
+    """Return the products of layers such as ``"8192x1024x4096 4096x4096x4096"``."""
     shapes = []
     for part in text.replace(",", " ").split():
         sizes = part.split("x")
         if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
-            raise ValueError(f"--shapes {text!r}: {part!r} is no layer. Write tokens x in x out: 8192x1024x4096.")
-        products = layer(*map(int, sizes))
-        shapes += [*products.values(), *(in_fp8(*item) for item in products.items())]
+            raise Mistake(f"--shapes {text!r}: {part!r} is no layer. Write tokens x in x out: 8192x1024x4096.")
+        shapes += layer(*map(int, sizes)).values()
     return list(dict.fromkeys(shapes))
-
-
-def widths() -> dict[tuple[int, int], str]:
-    """Return the sizes (width, hidden) of feed-forward blocks, and the models that have them."""
-    models: dict[tuple[int, int], list[str]] = {}
-    for name, size in MODELS.items():
-        models.setdefault((size["width"], size["hidden"]), []).append(name)
-    return {sides: ", ".join(names) for sides, names in models.items()}
 
 
 def default() -> list[Shape]:
     """Return the default products: of square layers, then those of feed-forward blocks that S-STE packs."""
     shapes = of_text(" ".join(f"{n}x{n}x{n}" for n in (4096, 8192, 16384)))
-    for width, hidden in widths():
-        for sides in ((width, hidden), (hidden, width)):
-            some = {name: shape for name, shape in layer(16384, *sides).items() if name in ("fwd", "dw")}
-            shapes += [*some.values(), *(in_fp8(*item) for item in some.items())]
+    for size in MODELS:
+        for sides in ((size["width"], size["hidden"]), (size["hidden"], size["width"])):
+            shapes += [shape for name, shape in layer(16384, *sides).items() if name.startswith(("fwd", "dw"))]
     return list(dict.fromkeys(shapes))
 
 
@@ -96,43 +79,31 @@ class Pool:
     """Random values and random legal words. Operands are cut out of them, so that no generator is compiled per shape.
 
     Args:
-      most: The number of values of the largest operand.
+      shapes: The products whose operands are cut.
+      positive: Whether all values are positive.
     """
 
-    def __init__(self, most: int):
-        keys = jax.random.split(jax.random.key(0))
-        self.values = jax.jit(lambda key: jax.random.normal(key, (most + 2**16,), jnp.bfloat16))(keys[0])
+    def __init__(self, shapes: Sequence[Shape], positive: bool = False):
+        most = max(max(s.m * s.k, s.n * s.k) for s in shapes)
+        keys, sign = jax.random.split(jax.random.key(time.time_ns() % 2**32)), jnp.abs if positive else lambda v: v
+        self.values = jax.jit(lambda key: sign(jax.random.normal(key, (most + 2**16,), jnp.bfloat16)))(keys[0])
         self.words = jax.jit(partial(_legal, count=most // 32 + 2**12))(keys[1])
         self.cuts = 0
 
-    def dense(self, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
-        """Return random values."""
-        return self._cut(self.values, shape, dtype)
+    def pair(self, shape: Shape, packed: bool = True) -> tuple[Packed | jax.Array, jax.Array]:
+        """Return the operands of a product: the first one packed, or both dense.
 
-    def packed(self, shape: Shape) -> Packed:
-        """Return the packed operand of a product, with random positions."""
-        m, k = shape.m, shape.k
-        values = self.dense((k // 2, m) if shape.m_major else (m, k // 2), jnp.dtype(shape.dtype))
-        wide = values.dtype.itemsize == 2
-        words = self._cut(self.words, (m // 64, k // 64, 128) if wide else (m, k // 32), jnp.uint32)
-        return Packed(values, words, -2 if shape.m_major else -1, 2, 4, "words16" if wide else "words8")
+        In FP8 the second one is e4m3, because no library multiplies e5m2 by e5m2.
+        """
+        m, k, kind = shape.m, shape.k // (1 + packed), jnp.dtype(shape.dtype)
+        a, wide = self._cut(self.values, (k, m) if shape.m_major else (m, k), kind), kind.itemsize == 2
+        if packed:
+            words = self._cut(self.words, (m // 64, shape.k // 64, 128) if wide else (m, shape.k // 32), jnp.uint32)
+            a = Packed(a, words, -2 if shape.m_major else -1, 2, 4, "words16" if wide else "words8")
+        other = (shape.k, shape.n) if shape.n_major else (shape.n, shape.k)
+        return a, self._cut(self.values, other, kind if wide else jnp.float8_e4m3fn)
 
-    def pair(self, shape: Shape) -> tuple[Packed, jax.Array]:
-        """Return the operands of a product, one of them packed."""
-        return self.packed(shape), self.other(shape)
-
-    def dense_pair(self, shape: Shape) -> tuple[jax.Array, jax.Array]:
-        """Return the operands of a product, both dense."""
-        sides = (shape.k, shape.m) if shape.m_major else (shape.m, shape.k)
-        return self.dense(sides, jnp.dtype(shape.dtype)), self.other(shape)
-
-    def other(self, shape: Shape) -> jax.Array:
-        """Return the dense operand. In FP8 it is e4m3, because no library multiplies e5m2 by e5m2."""
-        kind = jnp.dtype(shape.dtype)
-        kind = jnp.float8_e4m3fn if kind.itemsize == 1 else kind
-        return self.dense((shape.k, shape.n) if shape.n_major else (shape.n, shape.k), kind)
-
-    def _cut(self, pool, shape, dtype):
+    def _cut(self, pool: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         self.cuts += 1
         start = self.cuts * 7919 % (pool.size - math.prod(shape) + 1)
         return _cut(pool, np.int32(start), shape=shape, dtype=jnp.dtype(dtype))
@@ -149,33 +120,26 @@ def _legal(key, *, count):
     return jnp.sum(nibbles << (4 * jnp.arange(8, dtype=jnp.uint32))[None], 1, dtype=jnp.uint32)
 
 
-def largest(shapes: list[Shape]) -> int:
-    """Return the number of values of the largest operand of some products."""
-    return max(max(s.m * s.k, s.n * s.k) for s in shapes)
-
-
 # ---- programs ----
 
 
 def dense(shape: Shape, device: Target) -> Callable:
-    """Return the dense product of the same operands and result, by XLA.
+    """Return a program of `several` dense products of the same operands and result, by XLA.
 
     The product itself returns bf16, because the conversion of a float32 result would take another pass. On a GPU it is
     cuBLAS's product (`experiments.bench.measure.cublas_only`).
     """
-    a_axis, b_axis = (0 if major else 1 for major in (shape.m_major, shape.n_major))
-    out = jnp.dtype(shape.out)
+    i, j = (0 if major else 1 for major in (shape.m_major, shape.n_major))
 
-    def product(a, b):
-        pairs = ((b, b_axis), (a, a_axis)) if shape.transpose else ((a, a_axis), (b, b_axis))
-        (left, i), (right, j) = pairs
-        return lax.dot_general(left, right, (((i,), (j,)), ((), ())), preferred_element_type=out)
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        left, right, axes = (b, a, ((j,), (i,))) if shape.transpose else (a, b, ((i,), (j,)))
+        return lax.dot_general(left, right, (axes, ((), ())), preferred_element_type=jnp.dtype(shape.out))
 
     return several(product, None if device.interpret else cublas_only())
 
 
 def packed(shape: Shape, device: Target, config: Config) -> Callable:
-    """Return the product by the kernel with a config."""
+    """Return a program of `several` products by the kernel with a config."""
     return several(lambda a, b: calls.run(a, b, None, shape=shape, target=device, config=config))
 
 
@@ -183,10 +147,6 @@ def several(f: Callable, compiler_options: dict | None = None) -> Callable:
     """Return a program that calls a function once for each tuple of arguments in a list.
 
     The program then takes longer than its dispatch even if the function is short, and no cache keeps the operands.
-
-    Args:
-      f: The function.
-      compiler_options: Options of XLA's compiler.
     """
     one = jax.jit(f)
     return jax.jit(lambda sets: [one(*arguments) for arguments in sets], compiler_options=compiler_options)
@@ -246,44 +206,31 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn, mo
     refusal = product_refusal(shape, device)
     if refusal is not None:
         return refusal.reason
-    count, refused = 1 if device.interpret else repeats(shape), []
-    pairs = [pool.pair(shape) for _ in range(count)]
-    dense_pairs = [pool.dense_pair(shape) for _ in range(count)]
+    count, refused, tried = 1 if device.interpret else repeats(shape), [], 0
+    pairs, dense_pairs = ([pool.pair(shape, packed) for _ in range(count)] for packed in (True, False))
     with turns.alone():  # XLA times its own products when it compiles them
-        programs = compiled(
-            {"dense": (dense(shape, device), dense_pairs), "right": (_reference(shape, device), *pairs[0])}
-        )
-    for program in programs.values():
-        if isinstance(program, Exception):
-            raise program
-    wanted, base = programs["right"](*pairs[0]), partial(programs["dense"], dense_pairs)
-
-    def fastest(configs, known):
-        """Return the fastest of these configs and of the known calls, all calls, and their times."""
-        calls = {"dense": base} | known
+        base = partial(dense(shape, device).lower(dense_pairs).compile(), dense_pairs)
+        wanted = reference(shape, device)(*pairs[0])
+    configs, leader, times = likely(shape, device)[:most], None, {}
+    running: dict[Any, Callable] = {"dense": base}
+    for _ in range(2):
         for config, program in compiled({c: (packed(shape, device, c), pairs) for c in configs}).items():
             fault = _fault(program, pairs, wanted)
             if fault:
                 refused.append(f"{config}: {fault}")
             else:
-                calls[config] = partial(program, pairs)
-        if len(calls) == 1:
-            return None, calls, {}
-        times = timer(calls, 3, 0.01)
-        return min(calls.keys() - {"dense"}, key=lambda config: statistics.median(times[config])), calls, times
-
-    first = likely(shape, device)[:most]
-    leader, calls, _ = fastest(first, {})
-    if leader is None:
-        return f"no config is right: {refused[0]}"
-    second = variations(shape, leader)[:most]
-    leader, _, times = fastest(second, {leader: calls[leader]})
-    seconds = statistics.median(times[leader]) / count
-    speed = speedup(times[leader], times["dense"])
-    return Best(leader, speed, seconds, len(first) + len(second), tuple(refused))
+                running[config] = partial(program, pairs)
+        if len(running) == 1:
+            return f"no config is right: {refused[0]}"
+        tried, times = tried + len(configs), timer(running, 3, 0.01)
+        leader = min(running.keys() - {"dense"}, key=lambda config: statistics.median(times[config]))
+        running = {"dense": base, leader: running[leader]}
+        configs = variations(shape, leader)[:most]
+    speed = ratio(times["dense"], times[leader])
+    return Best(leader, speed, statistics.median(times[leader]) / count, tried, tuple(refused))
 
 
-def _reference(shape: Shape, device: Target) -> Callable:
+def reference(shape: Shape, device: Target) -> Callable:
     """Return XLA's product of the packed operand."""
     form = {"axis": -2 if shape.n_major else -1, "transpose": shape.transpose, "dtype": jnp.float32}
     return jax.jit(partial(calls.reference, **form), compiler_options=None if device.interpret else cublas_only())
@@ -291,68 +238,60 @@ def _reference(shape: Shape, device: Target) -> Callable:
 
 def _fault(program: Any, pairs: list, wanted: jax.Array) -> str | None:
     """Return what is wrong with a compiled config, or None."""
-    if isinstance(program, Exception):
-        return f"{type(program).__name__}: {str(program)[:100]}"
     try:
-        error = float(_error(program(pairs)[0], wanted))
-    except Exception as failed:  # whatever drivers raise
-        return f"{type(failed).__name__}: {str(failed)[:100]}"
+        if isinstance(program, Exception):
+            raise program
+        error = float(jnp.max(jnp.abs(program(pairs)[0].astype(jnp.float32) - wanted)) / jnp.max(jnp.abs(wanted)))
+    except Exception as failed:  # whatever compilers and drivers raise
+        return in_short(failed)
     return None if error < ERROR else f"off by {error:.3g} of the largest magnitude"
 
 
-@jax.jit
-def _error(y, wanted):
-    return jnp.max(jnp.abs(y.astype(jnp.float32) - wanted)) / jnp.max(jnp.abs(wanted))
-
-
-def tune(shapes: list[Shape], ship: bool, minutes: float, timer: Callable = in_turn) -> str | None:
-    """Tune the products, and return a report. Return None if this machine has no sparse tensor cores.
+def tune(shapes: str | None, ship: bool, minutes: float) -> Iterator[Table]:
+    """Return the table of ``bench tune``.
 
     Args:
-      shapes: The products.
+      shapes: Layers, as in `of_text`; None for `default`.
       ship: Write the package's table instead of the user's own.
       minutes: Begin no product after so many minutes.
-      timer: Times calls in turn, as `in_turn` does.
+
+    Raises:
+      Failed: This machine has no sparse tensor cores.
     """
+    some = of_text(shapes) if shapes else default()
     device = target("auto")
     if isinstance(device, Refusal):
-        print(f"There is nothing to tune: {device}.")
-        return None
-    return search(shapes, device, measured.SHIPPED if ship else measured.own_tables(), minutes, timer)
+        raise Failed(f"There is nothing to tune: {device}.")
+    yield search(some, device, measured.SHIPPED if ship else measured.own_tables(), minutes)
 
 
-def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, timer: Callable = in_turn) -> str:
-    """Write the best config of each product into a table as it comes, and return a report.
+def written(shape: Shape, device: Target, pool: Pool, folder: Path, **search: Any) -> Best | str:
+    """Return what `best` finds, which takes ``search``, and write it into the table in a folder."""
+    found = best(shape, device, pool, **search)
+    if isinstance(found, Best):
+        with turns.alone():  # others may write into the table, too
+            measured.write(folder, device.kind, [measured.Row(shape, found.config, found.speed)])
+    return found
 
-    Args:
-      shapes: The products.
-      device: Where they run.
-      folder: The folder of the table.
-      minutes: Begin no product after so many minutes.
-      timer: Times calls in turn, as `in_turn` does.
-    """
-    start, shown = time.monotonic(), {}
-    pool = Pool(largest(shapes))
+
+def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, **search: Any) -> Table:
+    """Write the best config of each product into a table in a folder as it comes, and return a report."""
+    start, shown, pool = time.monotonic(), {}, Pool(shapes)
     for i, shape in enumerate(shapes):
         if time.monotonic() - start > 60 * minutes:
             shown[f"{len(shapes) - i} more"] = ["", "", "", "", f"not begun within {minutes:g} minutes"]
             break
         try:
-            winner = best(shape, device, pool, timer)
+            found = written(shape, device, pool, folder, **search)
         except Exception as error:  # the other shapes are still wanted
-            winner = f"{type(error).__name__}: {str(error)[:200]}"
-        if isinstance(winner, str):
-            shown[repr(shape)] = ["", "", "", "", winner]
-        else:
-            measured.write(folder, device.kind, [measured.Row(shape, winner.config, winner.speed)])
-            rate = f"{shape.flops / winner.seconds / 1e12:,.0f}"
-            tried = f"{winner.tried}, {len(winner.refused)} refused" if winner.refused else f"{winner.tried}"
-            shown[repr(shape)] = [f"{winner.seconds * 1e3:.3f}", rate, winner.speed, tried, repr(winner.config)]
-            for reason in winner.refused:
-                print(f"  refused {reason}", flush=True)
-        print(f"{i + 1}/{len(shapes)} {time.monotonic() - start:.0f} s {shape} {shown.get(repr(shape))}", flush=True)
+            found = in_short(error)
+        shown[repr(shape)] = ["", "", "", "", found] if isinstance(found, str) else [
+            f"{found.seconds * 1e3:.3f}", f"{shape.flops / found.seconds / 1e12:,.0f}", found.speed,
+            f"{found.tried}, {len(found.refused)} refused", repr(found.config),
+        ]  # fmt: skip
+        print(f"{i + 1}/{len(shapes)} {time.monotonic() - start:.0f} s {shape} {found}", flush=True)
     note = (
         f"The fastest of the configs that were tried on {device.kind}, written to {folder}, and its speed over "
         "XLA's dense product of operands of the same width."
     )
-    return markdown("Tiles", note, shown, ["product", "ms", "TFLOP/s", "over dense", "tried", "config"])
+    return Table("Tiles", note, ["product", "ms", "TFLOP/s", "over dense", "tried", "config"], shown)

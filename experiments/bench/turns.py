@@ -6,7 +6,7 @@ other compiles. New compilations wait until it has finished.
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -22,12 +22,11 @@ _compiles: list[IO[str]] = []  # the open lock file, while this process compiles
 @contextmanager
 def compiling() -> Iterator[None]:
     """Keep others from measuring while this process compiles."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
+    if not os.environ.get(FOLDER):
         yield
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with (Path(folder) / "device").open("a+") as device:
+    Path(os.environ[FOLDER]).mkdir(parents=True, exist_ok=True)
+    with _file("device") as device:
         with _queue():
             fcntl.flock(device, fcntl.LOCK_SH)
         _compiles.append(device)
@@ -54,15 +53,13 @@ def alone() -> Iterator[None]:
             _compiles.append(device)
 
 
-def _queue() -> AbstractContextManager[None]:
-    """Wait in the queue. Whoever measures stays at its head."""
-    return locked(Path(os.environ[FOLDER]) / "queue")
-
-
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lock a file, which is made if it is missing, and wait for others that have locked it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _queue() -> Iterator[None]:
+    """Wait in the queue. Whoever measures stays at its head."""
+    with _file("queue") as queue:
+        fcntl.flock(queue, fcntl.LOCK_EX)
         yield
+
+
+def _file(name: str) -> IO[str]:
+    return Path(os.environ[FOLDER], name).open("a+")

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import nmjax as nm
-from experiments.bench.silicon import rows, whole
+from experiments.bench.silicon import rows
 from nmjax.core import versions
 from nmjax.kernels import activations, ampere, blackwell, compress, copies, hopper, packing, tiles, tuning
 from nmjax.kernels.format import Packed
@@ -320,7 +320,7 @@ def of_silicon() -> dict:
     single = {
         name: row.run.args[:2] for name, row in rows.ROWS.items() if getattr(row.run, "func", None) is rows.multiply
     }
-    found = {name: (of, tuning.chosen(of, TARGETED).config) for name, of in whole.searches().items()}
+    found = {name: (of, tuning.chosen(of, TARGETED).config) for name, of in rows.searches().items()}
     different = {made: name.replace("/", " ") for name, made in (single | found).items()}  # JAX compiles a kernel once
     return {name: product_of(*made) for made, name in different.items()}
 

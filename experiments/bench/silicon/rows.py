@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -10,19 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import nmjax as nm
-from experiments.bench import expected, tune
-from experiments.bench.kernels.block import METHODS
-from experiments.bench.measure import in_turn, over
-from experiments.bench.silicon import whole
+from experiments.bench import steps, tune
+from experiments.bench.measure import compiled, copy, in_turn, over
+from experiments.bench.silicon.peers import peer
 from nmjax.core import versions
-from nmjax.kernels import calls, check, compress, copies, packing, tiles, tuning
-from nmjax.kernels.format import pack, unpack
-from nmjax.kernels.limits import Copy, HopperConfig, Shape
+from nmjax.kernels import calls, check, compress, copies, measured, packing, tiles, tuning
+from nmjax.kernels.check import ACTIVATED, BEFORE, BOTH, FP8, FP8_FORMS, LAST, NOISE
+from nmjax.kernels.format import pack
+from nmjax.kernels.limits import Copy, HopperConfig, Shape, product_refusal
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
 
 PARTS = ("primitives", "check", "numerics", "speed", "tiles", "training", "peers")
 ERROR = 0.01  # of a result, relative to its largest value
+NO_SPEED = "right: no speed in the interpreter"
+BF16, F16, E4M3, E5M2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
 
 
 class Row(NamedTuple):
@@ -47,144 +50,15 @@ class Row(NamedTuple):
     family: str = ""
 
 
-def multiply(shape: Shape, config: HopperConfig, device: Target) -> str:
-    """Multiply a packed matrix by a dense one, and compare with float64."""
-    if config.cluster and device.interpret and not versions.interprets_clusters():
-        return "not run: the interpreter of this JAX knows no clusters"
-    draw = np.random.default_rng()
-    kept = draw.random((shape.m, shape.k // 4, 4)).argsort(-1).argsort(-1) < 2
-    a = (draw.standard_normal((shape.m, shape.k)) * kept.reshape(shape.m, shape.k)).astype(jnp.dtype(shape.dtype))
-    b = draw.standard_normal((shape.n, shape.k)).astype(jnp.dtype(shape.dtype))
-    packed = pack(a.T if shape.m_major else a, -2 if shape.m_major else -1)
-    run = jax.jit(partial(calls.run, scale=None, shape=shape, target=device, config=config))
-    y = np.asarray(run(packed, jnp.asarray(b.T if shape.n_major else b)), np.float64)
-    wanted = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
-    return _said(y.T if shape.transpose else y, wanted)
+def _normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng().standard_normal(shape), jnp.bfloat16)
 
 
-def _said(found: np.ndarray, wanted: np.ndarray, bound: float = ERROR) -> str:
+def _said(found: Any, wanted: Any, bound: float = ERROR) -> str:
+    """Compare a result with the right one, relative to its largest value."""
+    found, wanted = (np.asarray(v, np.float64) for v in (found, wanted))
     error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
     return f"right to {error:.1e}" if error < bound else f"wrong by {error:.1e}"  # NaN is wrong
-
-
-def _packing(p: nm.Pruner, axis: int, device: Target) -> str:
-    """Prune and pack by a kernel, and compare the bits with the pruner and `pack`."""
-    x = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16)
-    made = jax.jit(lambda x: calls.compress(x, axis, p, key=3, target=device))(x)
-    return _bits(made, jax.jit(lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis))(x))
-
-
-def _packing_activated(device: Target, size: int = 256) -> str:
-    """Compute the gradient of GELU's input and pack it in one pass. Compare the bits.
-
-    At a larger size, compare the time with that of two passes.
-    """
-    size, timed = (256, False) if device.interpret else (size, size > 256)
-    h, g = (jnp.asarray(np.random.default_rng().standard_normal((size, size)), jnp.bfloat16) for _ in range(2))
-    p = mvue(2, 4)
-
-    def apart(h: jax.Array, g: jax.Array) -> Any:
-        made = jax.vjp(jax.nn.gelu, h)[1](g)[0]
-        return made, calls.compress(made, -2, p, key=3, target=device)
-
-    together = jax.jit(lambda h, g: calls.compress_activated(jax.nn.gelu, h, g, p, key=3, target=device))
-    made, packed = together(h, g)
-    wanted = jax.vjp(jax.nn.gelu, h.astype(jnp.float32))[1](g.astype(jnp.float32))[0]
-    said = _said(np.asarray(made, np.float64), np.asarray(wanted, np.float64))
-    bits = _bits(packed, jax.jit(lambda x: pack(p(x, -2, nm.Ctx(key=3)), -2))(made))
-    if not (said.startswith("right") and bits.startswith("right")) or not timed:
-        return bits if said.startswith("right") else said
-    ways = {"together": partial(together, h, g), "apart": partial(jax.jit(apart), h, g)}
-    seconds = in_turn(ways, 9, seconds=0.05)
-    return f"{said}; {over(seconds['together'], seconds['apart'])} of the time of two passes"
-
-
-class _Packers(NamedTuple):
-    """Three functions that pack an array to the same forms."""
-
-    mosaic: Callable[[jax.Array], Any]
-    triton: Callable[[jax.Array], Any]
-    xla: Callable[[jax.Array], Any]
-
-
-def _along(p: nm.Pruner, axis: int, size: int, device: Target) -> _Packers:
-    form = {"axis": axis, "whole": (1, size, size), "pruner": p, "interpret": device.interpret}
-    given = calls.words_of_key(3, p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
-    return _Packers(
-        lambda x: packing.compress(x, *given, **form),
-        lambda x: calls.compress(x, axis, p, key=3, target=device),
-        lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis),
-    )
-
-
-def _along_both(size: int, device: Target) -> _Packers:
-    p = transposable(2, 4)
-    return _Packers(
-        lambda x: tiles.compress_both(x, p, interpret=device.interpret),
-        lambda x: compress.compress_both(x, p, interpret=device.interpret),
-        lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
-    )
-
-
-def _in_fp8(size: int, device: Target) -> _Packers:
-    random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
-    wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
-    form = {"wanted": wanted, "whole": (1, size, size), "interpret": device.interpret}
-    keys = jnp.concatenate([calls.words_of_key(3, mvue(2, 4)), calls.words_of_key(4)])[None]
-
-    def by(kernels: ModuleType) -> Callable[[jax.Array], Any]:
-        factors = lambda x: copies.factors_of(x, jnp.ones(1), wanted)
-        return lambda x: kernels.copies(x, keys, factors(x), jnp.zeros(3, jnp.int32), **form)
-
-    return _Packers(
-        by(tiles),
-        by(copies),
-        lambda x: [calls.copy_by_xla(x[0], copy, 3, 4)[0] for copy in wanted],
-    )
-
-
-def _by_mosaic(packers: Callable[[int, Target], _Packers], device: Target) -> str:
-    """Prune and pack by Mosaic's kernel. Compare the bits with XLA's, and the time with that of Triton's kernel."""
-    if device.interpret and not versions.packs_in_interpreter():
-        return "not run: the interpreter of this JAX cannot write to a part of an array"
-    size = 128 if device.interpret else 8192
-    x = jnp.asarray(np.random.default_rng().standard_normal((1, size, size)), jnp.bfloat16)
-    mosaic, triton, xla = (jax.jit(way) for way in packers(size, device))
-    made = mosaic(x)
-    said = _bits(made, xla(x))
-    if device.interpret or not versions.has_triton():
-        return said
-    seconds = in_turn({"Mosaic": partial(mosaic, x), "Triton": partial(triton, x)}, 9, seconds=0.05)
-    rate = sum(v.nbytes for v in (x, *jax.tree.leaves(made))) / np.median(seconds["Mosaic"]) / 1e12
-    return f"{said}; {over(seconds['Mosaic'], seconds['Triton'])} of the time of Triton's, {rate:.2f} TB/s"
-
-
-def _check(device: Target) -> str:
-    """Run the check before use, so that no later row has to."""
-    if device.interpret:
-        return "not run: the interpreter needs no check"
-    wrong = check.findings(device, jax.devices()[0])
-    return f"wrong: {'; '.join(f'{kind} {text}' for kind, text in wrong.items())}" if wrong else "right"
-
-
-def _packing_both(device: Target) -> str:
-    x, p = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16), transposable(2, 4)
-    made = jax.jit(lambda x: calls.compress_both(x, p, target=device))(x)
-    return _bits(made, jax.jit(lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)))(x))
-
-
-def _packing_in_fp8(device: Target) -> str:
-    x = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16)
-    wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True))
-    (packed, undo), (dense, undo_dense) = jax.jit(lambda x: calls.copies(x, wanted, target=device))(x)
-    exact = lambda v, undo: np.asarray(v, np.float64) * float(undo)
-    pruned = np.asarray(mse(2, 4)(x), np.float64)
-    errors = (
-        np.abs(exact(nm.unpack(packed), undo) - pruned),
-        np.abs(exact(dense, undo_dense).T - np.asarray(x, np.float64)),
-    )
-    error = max(float(e.max()) for e in errors) / float(np.abs(np.asarray(x, np.float64)).max())
-    return f"right to {error:.1e}" if error < 2**-3 else f"wrong by {error:.1e}"  # e5m2 has two bits
 
 
 def _bits(made: object, wanted: object) -> str:
@@ -203,12 +77,64 @@ def _bits(made: object, wanted: object) -> str:
     return f"right, but {', '.join(said)}" if said else "right, value for value"
 
 
+# ---- products ----
+
+
+def multiply(shape: Shape, config: HopperConfig, device: Target) -> str:
+    """Multiply a packed matrix by a dense one, and compare with XLA's product."""
+    if config.cluster and device.interpret and not versions.interprets_clusters():
+        return "not run: the interpreter of this JAX knows no clusters"
+    pair = tune.Pool([shape]).pair(shape)
+    return _said(tune.packed(shape, device, config)([pair])[0], tune.reference(shape, device)(*pair))
+
+
+def _every_layout(kind: str, device: Target) -> str:
+    """Multiply in every layout by every likely config; in the interpreter by one.
+
+    Each program first multiplies other values into memory of the same size, so values that it misses show.
+    """
+    refusal = product_refusal(Shape(256, 512, 512, kind), device)
+    if refusal is not None:
+        return f"not run: {refusal}"
+    cases, sides = [], (128, 64, 256) if device.interpret else (256, 512, 512)
+    same = BF16 if kind in (E4M3, E5M2) else kind
+    wide = [] if device.interpret else [(4096, 4096, 512, same), (*sides, "float32")]  # more tiles than cores
+    for lies in product((False, True), repeat=3):
+        for m, n, k, out in [(*sides, same), *wide]:
+            shape = Shape(m, n, k, kind, *lies, out)
+            configs = tune.likely(shape, device) if product_refusal(shape, device) is None else []
+            cases += [(shape, c) for c in (configs[:1] if device.interpret or m > sides[0] else configs)]
+    pool = tune.Pool([shape for shape, _ in cases])
+    first = {case: pool.pair(case[0]) for case in cases}
+    programs = compiled({case: (tune.packed(case[0], device, case[1]), [first[case]]) for case in cases})
+    wrong, worst = [], 0.0
+    for (shape, config), run in programs.items():
+        if isinstance(run, Exception):
+            raise run
+        jax.block_until_ready(run([first[shape, config]]))
+        pair = pool.pair(shape)
+        said = _said(run([pair])[0], tune.reference(shape, device)(*pair))
+        wrong += [f"{shape} by {config} {said}"] if said.startswith("wrong") else []
+        worst = max(worst, float(said.split()[-1]))
+    told = f"{len(wrong)} of {len(cases)}: {'; '.join(wrong[:3])}"
+    return f"wrong: {told}" if wrong else f"right to {worst:.1e}, {len(cases)} kernels"
+
+
+def _sums_in_fp8(device: Target) -> str:
+    """Tell how exact long sums are. Those of positive values show what is cut off at every addition."""
+    shape, texts = Shape(*((128, 128, 512) if device.interpret else (256, 256, 16384)), E4M3, out="float32"), []
+    for promote, positive in product((False, True), repeat=2):
+        pair = tune.Pool([shape], positive).pair(shape)
+        y = tune.packed(shape, device, HopperConfig(tile_n=128, promote=promote))([pair])[0]
+        said = _said(y, tune.reference(shape, device)(*pair), bound=0.1)
+        texts.append(f"{said} {'promoted' if promote else 'not promoted'}{', positive' if positive else ''}")
+    return f"{'right' if all(text.startswith('right') for text in texts) else 'wrong'}: {'; '.join(texts)}"
+
+
 def _slots(text: str, device: Target) -> str:
     """Compare y, dx and dw of kernels with those of XLA. In FP8 the two round at other scales."""
-    bound = 0.2 if "fp8" in text else ERROR
-    s, draw = nm.parse(text), np.random.default_rng()
-    size = 128 if device.interpret else 1024
-    x, w, g = (jnp.asarray(draw.standard_normal((size, size)), jnp.bfloat16) for _ in range(3))
+    bound, size = 0.2 if "fp8" in text else ERROR, 128 if device.interpret else 1024
+    s, (x, w, g) = nm.parse(text), (_normal(size, size) for _ in range(3))
     state = s.init(w, contract=0, out=1, ctx=nm.Ctx(nm.random.words(1))) or None
 
     def products(backend: str, x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
@@ -218,143 +144,306 @@ def _slots(text: str, device: Target) -> str:
 
     kernels = "interpret" if device.interpret else "pallas"
     found, wanted = (jax.jit(partial(products, backend))(x, w, g) for backend in (kernels, "xla"))
-    said = [
-        _said(np.asarray(a, np.float64), np.asarray(b, np.float64), bound) for a, b in zip(found, wanted, strict=True)
-    ]
+    said = [_said(a, b, bound) for a, b in zip(found, wanted, strict=True)]
     right = all(text.startswith("right") for text in said)
-    return ("right: " if right else "wrong: ") + ", ".join(
-        f"{name} {t}" for name, t in zip(("y", "dx", "dw"), said, strict=True)
-    )
+    return f"{'right' if right else 'wrong'}: " + ", ".join(map("{} {}".format, ("y", "dx", "dw"), said))
 
 
 def _speed(size: int, dtype: str, device: Target) -> str:
     """Return the time of a product of squares relative to the dense one."""
     if device.interpret:
-        return whole.NO_SPEED
-    shape, pool = Shape(size, size, size, dtype), tune.Pool(size * size)
-    tiling = tuning.chosen(shape, device)
+        return NO_SPEED
+    shape = Shape(size, size, size, dtype)
+    pool, tiling = tune.Pool([shape]), tuning.chosen(shape, device)
     assert tiling is not None, shape
-    packed, b = pool.pair(shape)
-    sparse, dense = tune.packed(shape, device, tiling.config), tune.dense(shape, device)
-    run = {"sparse": partial(sparse, [(packed, b)]), "dense": partial(dense, [pool.dense_pair(shape)])}
-    some = [np.asarray(v[:64], np.float64) for v in (unpack(packed), b)]  # rows of A and columns of B
-    said = _said(np.asarray(run["sparse"]()[0][:64, :64], np.float64), some[0] @ some[1].T)
-    seconds = in_turn(run, 9, seconds=0.1)
+    sparse, dense, pair = tune.packed(shape, device, tiling.config), tune.dense(shape, device), pool.pair(shape)
+    said = _said(sparse([pair])[0], tune.reference(shape, device)(*pair))
+    seconds = in_turn({"sparse": partial(sparse, [pair]), "dense": partial(dense, [pool.pair(shape, False)])}, 9, 0.1)
     tflops = shape.flops / np.median(seconds["sparse"]) / 1e12
     return f"{said}; {over(seconds['dense'], seconds['sparse'])} times the dense speed, {tflops:.0f} TFLOP/s"
 
 
-def _layout(name: str, m_major: bool, n_major: bool, transpose: bool) -> dict[str, Row]:
-    kind = f"products {name}"
-    shape = Shape(128, 64, 128, "bfloat16", m_major, n_major, transpose)
-    tile = HopperConfig(tile_n=64, store_n=32, stages=2)
-    return {f"one tile {name}": Row("primitives", partial(multiply, shape, tile), (kind,), family="hopper")}
+LAYERS = {  # those whose tiles are searched, with the tokens of a step
+    "ViT-B up": (64 * 197, 768, 3072),
+    "ViT-B down": (64 * 197, 3072, 768),
+    "GPT-2 up": (32 * 1024, 768, 3072),
+    "4096 wide up": (16384, 4096, 16384),
+    "a square": (8192, 8192, 8192),
+}
 
 
-_TILE = HopperConfig(tile_n=64, store_n=32, stages=2)
-_BASE = ("products along K",)
+def searches() -> dict[str, Shape]:
+    """Return the products whose tiles are searched: those of training first, and squares last."""
+    found = {}
+    for layer, sizes in LAYERS.items():
+        shapes = tune.layer(*sizes)
+        for name in ("fwd", "dw", "dx, w packed"):
+            found[f"{layer}: {name}"] = shapes[name]
+            if sizes[1] >= 4096:
+                found[f"{layer}: {name} in FP8"] = shapes[f"{name} in FP8"]
+    return found
 
 
-def _cut(shape: Shape, *needs: str, **cut: object) -> Row:
+def _tiles(shape: Shape, device: Target) -> str:
+    """Search the fastest tiles of a product, and write them into the table of the device."""
+    if device.interpret:
+        shape = Shape(128, 64, 128, shape.dtype, shape.m_major, shape.n_major, shape.transpose)
+    refusal = product_refusal(shape, device)
+    if refusal is not None:
+        return f"not run: {refusal}"
+    best = tune.written(shape, device, tune.Pool([shape]), measured.own_tables(), most=1 if device.interpret else 12)
+    if isinstance(best, str):
+        return f"wrong: {best}"
+    if device.interpret:
+        return f"{NO_SPEED}; {best.config}"
+    refused = f", {len(best.refused)} refused: {best.refused[0]}" if best.refused else ""
+    rate = f"{shape.flops / best.seconds / 1e12:.0f} TFLOP/s, {best.config}, {best.tried} tried{refused}"
+    return f"right: {best.speed:.2f} times the dense speed, {rate}"
+
+
+# ---- packing ----
+
+KEYS = (3, 4)  # of draws, and of roundings to FP8
+
+
+class _Ways(NamedTuple):
+    """Functions that pack an array to the same forms: by a kernel of Triton, by XLA, and by a kernel of Mosaic."""
+
+    triton: Callable[[jax.Array], Any]
+    xla: Callable[[jax.Array], Any]
+    mosaic: Callable[[jax.Array], Any]
+
+
+def _along(p: nm.Pruner, axis: int, shape: tuple[int, ...], device: Target) -> _Ways:
+    given = calls.words_of_key(KEYS[0], p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
+    return _Ways(
+        lambda x: calls.compress(x, axis, p, key=KEYS[0], target=device),
+        lambda x: pack(p(x, axis, nm.Ctx(key=KEYS[0])), axis),
+        lambda x: packing.compress(x, *given, axis=axis, whole=shape, pruner=p, interpret=device.interpret),
+    )
+
+
+def _along_both(shape: tuple[int, ...], device: Target) -> _Ways:
+    p = transposable(2, 4)
+    return _Ways(
+        lambda x: compress.compress_both(x, p, interpret=device.interpret),
+        lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
+        lambda x: tiles.compress_both(x, p, interpret=device.interpret),
+    )
+
+
+def _in_fp8(shape: tuple[int, ...], device: Target) -> _Ways:
+    random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
+    wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
+    form = {"wanted": wanted, "whole": shape, "interpret": device.interpret}
+    keys = jnp.concatenate([calls.words_of_key(KEYS[0], mvue(2, 4)), calls.words_of_key(KEYS[1])])[None]
+
+    def by(kernels: ModuleType, x: jax.Array) -> Any:
+        return kernels.copies(x, keys, copies.factors_of(x, jnp.ones(1), wanted), jnp.zeros(3, jnp.int32), **form)
+
+    by_xla = lambda x: [calls.copy_by_xla(x[0], one, *KEYS)[0] for one in wanted]
+    return _Ways(partial(by, copies), by_xla, partial(by, tiles))
+
+
+def _kind(kind: str, device: Target) -> str:
+    """Run the case of a kind of kernel in the check before use: value for value."""
+    case = check.cases(device).get(kind)
+    if case is None:
+        return f"not run: {device.family} has no kernel for it"
+    return "right, value for value" if case() else "wrong numbers"
+
+
+def _packs(p: nm.Pruner, axis: int, device: Target) -> str:
+    """Prune and pack along an axis, and compare the bits with XLA's."""
+    x = _normal(256, 512)
+    made, wanted, _ = _along(p, axis, x.shape, device)
+    return _bits(jax.jit(made)(x), jax.jit(wanted)(x))
+
+
+def _by_mosaic(ways: Callable[[tuple[int, ...], Target], _Ways], device: Target) -> str:
+    """Prune and pack by Mosaic's kernel. Compare the bits with XLA's, and the time with that of Triton's kernel.
+
+    The rate is beside that of a copy of the array.
+    """
+    if device.interpret and not versions.packs_in_interpreter():
+        return "not run: the interpreter of this JAX cannot write to a part of an array"
+    x = _normal(1, *(2 * (128 if device.interpret else 8192,)))
+    triton, xla, mosaic = (jax.jit(way) for way in ways(x.shape, device))
+    made = mosaic(x)
+    said = _bits(made, xla(x))
+    if device.interpret or not versions.has_triton():
+        return said
+    calls = {"Mosaic": partial(mosaic, x), "Triton": partial(triton, x), "copy": partial(jax.jit(copy), x)}
+    seconds = in_turn(calls, 9, 0.05)
+    rates = [sum(v.nbytes for v in (x, *jax.tree.leaves(made))), 2 * x.nbytes]
+    ours, floor = (n / np.median(seconds[name]) / 1e12 for n, name in zip(rates, ("Mosaic", "copy"), strict=True))
+    times = over(seconds["Mosaic"], seconds["Triton"])
+    return f"{said}; {times} of the time of Triton's, {ours:.2f} TB/s, and a copy {floor:.2f} TB/s"
+
+
+def _packing_activated(device: Target) -> str:
+    """Compute the gradient of GELU's input and pack it in one pass, and in two."""
+    if device.interpret:
+        return NO_SPEED
+    h, g, p = _normal(8192, 8192), _normal(8192, 8192), mvue(2, 4)
+
+    def apart(h: jax.Array, g: jax.Array) -> Any:
+        made = jax.vjp(jax.nn.gelu, h)[1](g)[0]
+        return made, calls.compress(made, -2, p, key=KEYS[0], target=device)
+
+    together = jax.jit(lambda h, g: calls.compress_activated(jax.nn.gelu, h, g, p, key=KEYS[0], target=device))
+    made, packed = together(h, g)
+    said = _said(made, jax.vjp(jax.nn.gelu, h.astype(jnp.float32))[1](g.astype(jnp.float32))[0])
+    bits = _bits(packed, jax.jit(lambda x: pack(p(x, -2, nm.Ctx(key=KEYS[0])), -2))(made))
+    if not bits.startswith("right"):
+        return bits
+    seconds = in_turn({"together": partial(together, h, g), "apart": partial(jax.jit(apart), h, g)}, 9, 0.05)
+    return f"{said}; {over(seconds['together'], seconds['apart'])} of the time of two passes"
+
+
+# ---- whole programs ----
+
+METHODS = {  # of feed-forward blocks: the text of each, and its backend
+    "s_ste()": ("s_ste()", "auto"),
+    "s_ste(), by XLA": ("s_ste()", "xla"),
+    "transposable and mvue": ("fwd_rhs=ste(transposable(2,4)); drhs_g=mvue(2,4)", "auto"),
+    "dense FP8": (
+        "fwd_lhs=fp8('e4m3'); fwd_rhs=ste(fp8('e4m3')); dlhs_g=fp8('e5m2'); dlhs_rhs=fp8('e4m3'); "
+        "drhs_g=fp8('e5m2'); drhs_lhs=fp8('e4m3')",
+        "auto",
+    ),
+    "s_ste(fp8=True)": ("s_ste(fp8=True)", "auto"),
+}
+
+
+def _check(device: Target) -> str:
+    """Run the check before use, so that no later row has to."""
+    if device.interpret:
+        return "not run: the interpreter needs no check"
+    wrong = check.findings(device, jax.devices()[0])
+    return f"wrong: {'; '.join(f'{kind} {text}' for kind, text in wrong.items())}" if wrong else "right"
+
+
+def _step(large: steps.Model, small: steps.Model, text: str, backend: str, train: bool, device: Target) -> str:
+    """Time a training step, or forward and backward passes, beside the dense ones."""
+    make, example = small if device.interpret else large
+    backend = "interpret" if device.interpret and backend == "auto" else backend
+    recipes = {"dense": steps.recipe("dense"), "sparse": steps.recipe(text, backend)}
+    dense, sparse = made = [steps.step(make(), example, recipe, train) for recipe in recipes.values()]
+    losses = [float(jax.tree.leaves(step.call())[0]) for step in made]
+    packed = sum(route.how == "packed" for layer in sparse.layers for _, route in layer.runs)
+    if not np.isfinite(losses).all():
+        return f"wrong: the losses are {losses}"
+    if device.interpret:
+        return f"{NO_SPEED}; {packed} products packed"
+    seconds = in_turn({"dense": dense.call, "sparse": sparse.call}, 9, 0.1)
+    return (
+        f"right: {over(seconds['sparse'], seconds['dense'])} of the dense time, {sparse.memory / dense.memory:.2f} of "
+        f"its temporary memory, {sparse.compile / dense.compile:.1f} of its compilation, {packed} products packed; "
+        f"dense {np.median(seconds['dense']) * 1e3:.2f} ms, {dense.memory / 1e9:.2f} GB"
+    )
+
+
+# ---- the rows ----
+
+_AS_DW = {"m_major": True, "n_major": True, "transpose": True}
+_K, _A, _B, _TURNED, _Y, _DW = (
+    check.layout_kind(Shape(128, 64, 128, **lies))
+    for lies in (
+        {},
+        {"m_major": True},
+        {"n_major": True},
+        {"transpose": True},
+        {"m_major": True, "transpose": True},
+        _AS_DW,
+    )
+)
+
+
+def _cut(shape: Shape, needs: tuple[str, ...] = (_K,), proves: tuple[str, ...] = (), **cut: Any) -> Row:
     config = HopperConfig(**{"tile_n": 64, "store_n": 32, "stages": 2} | cut)
-    return Row("primitives", partial(multiply, shape, config), needs=needs or _BASE, family="hopper")
+    return Row("primitives", partial(multiply, shape, config), proves, needs, family="hopper")
 
 
-def _packs(p: nm.Pruner, axis: int, *needs: str, proves: str = "") -> Row:
-    return Row("primitives", partial(_packing, p, axis), (proves,) if proves else (), needs)
-
-
-def _needs(shape: Shape) -> tuple[str, ...]:
+def _form(shape: Shape) -> tuple[str, ...]:
     """Return the kinds of kernels that must not have failed before the tiles of a product are searched."""
-    if shape.itemsize == 1:
-        return ("FP8",)
-    if shape.m_major and shape.n_major:
-        return ("products as in dw",)
-    also = {"products with A along M": shape.m_major, "products transposed": shape.transpose}
-    return _BASE + tuple(kind for kind, so in also.items() if so)
+    return (FP8,) if shape.itemsize == 1 else (check.layout_kind(shape),)
 
 
 ROWS: dict[str, Row] = {
-    "packing along the last axis": _packs(mse(2, 4), -1, proves="packing along the last axis"),
-    "packing along the axis before": _packs(mse(2, 4), -2, proves="packing along the axis before"),
-    "packing with noise": _packs(mvue(2, 4), -2, "packing along the axis before", proves="noise"),
-    "packing with two draws": _packs(mvue_approx(2, 4), -2, "noise"),
-    "packing by soft": _packs(soft(2, 4), -1, "packing along the last axis"),
-    "packing along both axes": Row("primitives", _packing_both, ("packing along both axes",)),
-    "packing with an activation's derivative": Row(
-        "primitives", _packing_activated, ("packing with an activation's derivative",),
-        ("packing along the axis before", "noise"), alike="activated",
-    ),
-    **_layout("along K", False, False, False),
-    **_layout("with A along M", True, False, False),
-    **_layout("with B along N", False, True, False),
-    **_layout("transposed", False, False, True),
-    "one tile as in dw": Row(
-        "primitives", partial(multiply, Shape(128, 64, 128, m_major=True, n_major=True, transpose=True), _TILE),
-        ("products as in dw",), ("products with A along M", "products with B along N", "products transposed"),
-        family="hopper",
-    ),
-    "one tile in float16": _cut(Shape(128, 64, 128, "float16")),
+    **{
+        kind: Row("primitives", partial(_kind, kind), (kind,), needs)
+        for kind, needs in ((LAST, ()), (BEFORE, ()), (NOISE, (BEFORE,)), (BOTH, ()), (ACTIVATED, ()), (FP8_FORMS, ()))
+    },
+    "packing with two draws": Row("primitives", partial(_packs, mvue_approx(2, 4), -2), (), (NOISE,)),
+    "packing by soft": Row("primitives", partial(_packs, soft(2, 4), -1), (), (LAST,)),
+    "one tile along K": _cut(Shape(128, 64, 128), (), (_K,)),
+    "one tile with A along M": _cut(Shape(128, 64, 128, m_major=True), (), (_A,)),
+    "one tile with B along N": _cut(Shape(128, 64, 128, n_major=True), (), (_B,)),
+    "one tile transposed": _cut(Shape(128, 64, 128, transpose=True), (), (_TURNED,)),
+    "one tile as in dw": _cut(Shape(128, 64, 128, **_AS_DW), (_A, _B, _TURNED), (_DW,)),
+    "one tile as in y": _cut(Shape(128, 64, 128, m_major=True, transpose=True), (_A, _TURNED), (_Y,)),
+    "one tile in float16": _cut(Shape(128, 64, 128, F16)),
     "several steps": _cut(Shape(128, 64, 512)),
     "several tiles": _cut(Shape(512, 256, 128)),
     "a cluster along M": _cut(Shape(512, 128, 128), cluster="m"),
     "a cluster along N": _cut(Shape(256, 256, 128), cluster="n"),
     "tall tiles": _cut(Shape(256, 64, 128), tile_m=128),
     "long steps": _cut(Shape(128, 64, 512), tile_k=128),
-    "parts of K": _cut(Shape(128, 64, 512, m_major=True, n_major=True, transpose=True), "products as in dw", split=3),
-    "a partial tile": _cut(Shape(128, 104, 128, transpose=True), "products transposed"),
-    "packing in FP8": Row("primitives", _packing_in_fp8, ("FP8",)),
-    "one tile in FP8": Row(
-        "primitives", partial(multiply, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",),
-        family="hopper",
-    ),
+    "parts of K": _cut(Shape(128, 64, 512, **_AS_DW), (_DW,), split=3),
+    "a partial tile": _cut(Shape(128, 104, 128, transpose=True), (_TURNED,)),
+    "one tile in FP8": _cut(Shape(128, 64, 256, E4M3, transpose=True), (), (FP8,)),
     "the check before use": Row("check", _check, seconds=360),
     **{
         f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
         for text, needs in {
-            "ste(2,4)": ("packing along the axis before", "products with A along M", "products transposed"),
-            "mvue(2,4)": ("noise", "products as in dw"),
-            "s_ste(2,4)": ("noise", "products as in dw"),
-            "bdwp(2,4)": ("packing along the last axis", *_BASE),
-            "fst(2,4)": ("noise", "packing along both axes", "products as in dw"),
-            "s_ste(2,4,fp8=True)": ("FP8",),
+            "ste(2,4)": (BEFORE, _Y),
+            "mvue(2,4)": (NOISE, _DW),
+            "s_ste(2,4)": (NOISE, _DW),
+            "bdwp(2,4)": (LAST, _K),
+            "fst(2,4)": (NOISE, BOTH, _DW),
+            "s_ste(2,4,fp8=True)": (FP8_FORMS, FP8),
         }.items()
     },
     **{
-        f"packing by Mosaic: {p} along axis {axis}": Row("speed", partial(_by_mosaic, partial(_along, p, axis)))
-        for p, axis in ((mse(2, 4), -1), (mse(2, 4), -2), (mvue(2, 4), -2))
+        f"every layout in {kind}": Row("numerics", partial(_every_layout, kind), (), needs, 240)
+        for kind, needs in {BF16: (_DW,), F16: (_DW,), E4M3: (FP8,), E5M2: (FP8,)}.items()
     },
-    "packing by Mosaic along both axes": Row("speed", partial(_by_mosaic, _along_both)),
-    "packing by Mosaic in FP8": Row("speed", partial(_by_mosaic, _in_fp8)),
-    "packing with an activation's derivative, 8192 x 8192": Row(
-        "speed", partial(_packing_activated, size=8192), (), ("packing with an activation's derivative",),
-        alike="activated",
-    ),
+    "long sums in FP8": Row("numerics", _sums_in_fp8, (), (FP8,), family="hopper"),
     **{
-        f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), needs, 120, "speed")
-        for dtype, needs in {"bfloat16": _BASE, "float8_e4m3fn": ("FP8",)}.items()
+        f"packing by Mosaic{name}": Row("speed", partial(_by_mosaic, ways))
+        for name, ways in {
+            f": {mse(2, 4)} along axis -1": partial(_along, mse(2, 4), -1),
+            f": {mse(2, 4)} along axis -2": partial(_along, mse(2, 4), -2),
+            f": {mvue(2, 4)} along axis -2": partial(_along, mvue(2, 4), -2),
+            " along both axes": _along_both,
+            " in FP8": _in_fp8,
+        }.items()
+    },
+    f"{ACTIVATED}, 8192 x 8192": Row("speed", _packing_activated, (), (ACTIVATED, NOISE)),
+    **{
+        f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), (kind,), 120, "speed")
+        for dtype, kind in {BF16: _K, E4M3: FP8}.items()
         for size in (4096, 8192)
     },
     **{
-        f"feed-forward, {width} wide, {method}": Row(
-            "speed", partial(whole.feed_forward, width, method), (), (), 120, method
+        f"feed-forward, {width} wide, {name}": Row(
+            "speed", partial(_step, steps.block(16384, width), steps.block(128, 64), *how, False), (), (), 120, name
         )
         for width in (4096, 8192)
-        for method in METHODS if method != "dense bf16"
+        for name, how in METHODS.items()
     },
     **{
-        f"tiles of {name}": Row(
-            "tiles", partial(whole.tiles, shape), (), _needs(shape), 180, f"{_needs(shape)} {shape.dtype}"
-        )
-        for name, shape in whole.searches().items()
+        f"tiles of {name}": Row("tiles", partial(_tiles, shape), (), _form(shape), 180, f"{_form(shape)} {shape.dtype}")
+        for name, shape in searches().items()
     },
     **{
-        f"step of {model}: {method}": Row("training", partial(whole.training, model, method), seconds=240)
-        for method in expected.METHODS
-        for model in expected.MODELS
+        f"step of {model}: {method}": Row("training", partial(_step, large, small, text, "auto", True), seconds=240)
+        for method, text in steps.METHODS.items()
+        for (model, large), small in zip(steps.LARGE.items(), steps.SMALL, strict=True)
     },
     **{
-        f"cuSPARSELt, {kind}, {n} x {n} x {n}": Row("peers", partial(whole.peer, n, kind), (), (), 120, "peers")
+        f"cuSPARSELt, {kind}, {n} x {n} x {n}": Row("peers", partial(peer, n, kind), (), (), 120, "peers")
         for n in (4096, 8192)
         for kind in ("bf16", "FP8")
     },

@@ -86,7 +86,7 @@ def test_all_tables(tmp_path, monkeypatch):
         return apart(n, what, *words) if n == 1 else scale.step(*words)
 
     monkeypatch.setattr(scale, "apart", instead)
-    monkeypatch.setattr(scale, "restart", lambda *_: 2.0)
+    monkeypatch.setattr(scale, "short", lambda *_, cache: (9.0, 9.0, 2.0))
     cuts = {"4 x data": [], "4 x fsdp": ["--config.mesh.fsdp=4"]}
     monkeypatch.setattr(scale, "meshes", lambda n: {"1 device": []} if n == 1 else cuts)
     monkeypatch.setattr(scale, "COUNTS", (1, 4))

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -42,32 +41,10 @@ def test_nobody_compiles_or_measures_beside_a_measurement(tmp_path, monkeypatch)
     assert beside["compile"] >= 2
 
 
-@pytest.mark.processes
-def test_a_process_that_is_killed_lets_the_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.setenv(turns.FOLDER, str(tmp_path))
-    hangs = SCRIPT.replace('spend("measure", 0.1)', "print('measures', flush=True); time.sleep(600)")
-    waits = SCRIPT.replace("with turns.compiling", "print('begins', flush=True)\nwith turns.compiling")
-    start = lambda script: subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    with start(hangs) as run:
-        try:
-            assert run.stdout.readline() == "measures\n"
-            with start(waits) as other:
-                assert other.stdout.readline() == "begins\n"
-                time.sleep(1)
-                assert other.poll() is None
-                run.kill()
-                assert len(json.loads(other.communicate(timeout=60)[0])) == 4
-        finally:
-            run.kill()
-
-
-def test_a_measurement_inside_another_does_not_wait_for_itself(tmp_path, monkeypatch):
-    monkeypatch.setenv(turns.FOLDER, str(tmp_path))
+@pytest.mark.parametrize("folder", ["", "turns"])
+def test_a_measurement_inside_another_waits_for_nobody(tmp_path, monkeypatch, folder):
+    """Nor does anyone without a folder."""
+    monkeypatch.setenv(turns.FOLDER, folder and str(tmp_path / folder))
     with turns.compiling(), turns.alone(), turns.alone():
         pass
-
-
-def test_without_a_folder_nobody_waits(monkeypatch):
-    monkeypatch.delenv(turns.FOLDER, raising=False)
-    with turns.compiling(), turns.alone():
-        pass
+    assert [path.name for path in tmp_path.iterdir()] == [folder] * bool(folder)

@@ -1,0 +1,118 @@
+"""Counts of kernels and bytes, and the gains that are expected, against numbers known from the shapes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import nmjax as nm
+from experiments.bench import computed, steps
+from experiments.bench.computed import Counted, counted
+from nmjax.kernels import tuning
+from nmjax.products import routes
+
+VIT, _, BLOCK = steps.LARGE.values()
+
+
+def counts(text: str) -> Counted:
+    with nm.kernels.on("NVIDIA H200"):
+        step, arguments = computed.gradients(*BLOCK, text)
+        return counted(jax.make_jaxpr(step)(*arguments).jaxpr)
+
+
+@pytest.mark.parametrize("text", steps.METHODS.values())
+def test_a_feed_forward_block_is_counted_from_its_shapes(text):
+    """S-STE packs w for y, and g for dw, in both layers: 3.125 bytes a value.
+
+    One kernel computes the gradient of the hidden values and packs it. Beyond packing, it reads one more array and
+    writes the gradient: 4 bytes more for each value.
+    """
+    tokens, width, hidden, found = 16384, 4096, 16384, counts(text)
+    values = 2 * width * hidden + tokens * (hidden + width)
+    assert (found.packing, found.activated) == (4, tokens * hidden)
+    if text == "s_ste(2,4)":
+        assert (found.packed, found.dense, found.values) == (4, 2, values)
+        bytes_ = 3.125 * values + 4 * tokens * hidden
+        assert abs(found.packing_bytes / bytes_ - 1) < 1e-5  # keys and scales are read, too
+        dense = 3 * 2 * (2 * width * hidden + 2 * tokens * (hidden + width))  # of all six products in bfloat16
+        packed = values * (2 - 1.125)
+        assert abs(found.product_bytes / (dense - packed) - 1) < 0.01
+
+
+def test_a_loop_counts_once_for_each_trip():
+    def f(x):
+        return jax.lax.scan(lambda c, _: (c @ c, None), x, length=5)[0]
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert counted(jax.make_jaxpr(f)(x).jaxpr) == Counted(dense=5, product_bytes=5 * 3 * 256)
+
+
+def test_a_kernel_is_lowered_once_for_all_layers_of_a_shape():
+    """Six layers, and no more kernels in the program than two layers have."""
+
+    def lowered(layers):
+        s = nm.parse("s_ste(2,4)")
+
+        def loss(ws, x):
+            for i, w in enumerate(ws):
+                ctx = nm.Ctx(nm.random.words(i), 3, {"fwd_rhs": jnp.float32(1.5)})
+                x = nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx)
+            return x.astype(jnp.float32).sum()
+
+        shape = lambda *sides: jax.ShapeDtypeStruct(sides, jnp.bfloat16)
+        with nm.kernels.on("NVIDIA H200"):
+            traced = jax.jit(jax.grad(loss)).trace([shape(4096, 4096)] * layers, shape(16384, 4096))
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    two, six = lowered(2), lowered(6)
+    for kernel in ("@mosaic_gpu", "xla.gpu.triton"):
+        assert two.count(kernel) == six.count(kernel) >= 2, kernel
+
+
+def test_a_gain_by_hand(monkeypatch):
+    """One layer with y packed: 2 of 6 parts of its FLOPs remain dense, and its weight is packed once.
+
+    Tables of tiles, such as the user's own, change nothing.
+    """
+    model = nnx.eval_shape(lambda: steps.Block(4096))
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    monkeypatch.setattr(tuning, "gain", lambda *_, **__: 0.7)  # as if a table said that packing is slower
+    routes._routes.cache_clear()
+    share, emulated, *at = computed.gain(model, x, "ste(2,4)")
+    monkeypatch.undo()
+    routes._routes.cache_clear()  # other tests have the tiles that there are
+    product, rate, weights = 2 * 16384 * 4096 * 16384, 0.8 * 989.5e12, 2 * 4096 * 16384
+    dense = 6 * product / rate
+    assert share == "0.33"
+    assert emulated == pytest.approx(dense / (dense + 4 * weights / 2.58e12))
+    assert at[2] == pytest.approx(dense / (5 * product / rate + 3.125 * weights / 2.58e12))
+
+
+@pytest.mark.slow
+def test_all_rows():
+    (table,) = computed.expected()
+    assert len(re.findall(r"(?m)^\| .*: (S-STE|FST|MdGf)", str(table))) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "packed"),
+    [
+        ("mdgf(2,4,linear(1,0,100)); drhs_g=mvue(2,4)", 100, {"fwd", "drhs"}),  # it has faded
+        ("s_ste(2,4)", None, {"fwd", "drhs"}),
+        ("fst(2,4)", None, {"fwd", "dlhs", "drhs"}),
+    ],
+)
+def test_a_vit_of_base_size_runs_packed(text, step, packed):
+    """All layers of its blocks, with 197 x 64 tokens."""
+    make, images = VIT
+    with nm.kernels.on("NVIDIA H200"):
+        model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(), nm.Recipe(((r"blocks/.*", text), (r".*", "dense")))))
+        if step is not None:
+            nm.nnx.phase(model, step)
+        plan = nm.nnx.plan(model, images)
+    layers = [layer for layer in plan.layers if layer.path.startswith("blocks/")]
+    assert len(layers) == 72
+    for layer in layers:
+        assert {product for product, route in layer.runs if route.how == "packed"} == packed, layer.path
