@@ -1,10 +1,13 @@
 """The head of REPRODUCTION.md: how many sparse methods are as good as dense training, and the main claims."""
 
-from collections.abc import Hashable
+import functools
+import re
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 from experiments.claims import Judged, Judgement, judged, recipe_of
 from experiments.evidence import HEAD, dense, differs, done, has_gate_runs, interval, seeds, simple_methods
+from experiments.errors import Mistake
 from experiments.report import effects
 from experiments.report.words import markdown_table
 from experiments.studies import ABOUT, STUDIES, methods
@@ -14,6 +17,7 @@ QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the nam
     "better than narrower dense": ("better than", "narrower dense"),
     "better than shorter dense": ("better than", "shorter dense"),
 }
+OTHERWISE = "verdict by another score, if it differs"
 
 
 def counts(results: Path) -> str:
@@ -71,7 +75,7 @@ def main_claims(results: Path) -> str:
         if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head = ["config or paper", "network", *HEAD[:3], "verdict by another score, if it differs", "seeds", "gate"]
+    head = ["config or paper", "network", *HEAD[:3], OTHERWISE, "seeds", "gate"]
     known = [*_networks(found)]
     rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
     parts = [markdown_table([head, *rows])]
@@ -82,6 +86,35 @@ def main_claims(results: Path) -> str:
             f"Not run yet: {', '.join(missing)}. The files of [experiments/studies](studies) have their claims."
         )
     return "\n\n".join(parts)
+
+
+def asked(text: str, results: Path, section: Callable[[str], str]) -> str:
+    """Return the table of the claims that a block asks for.
+
+    Args:
+      text: The lines of the block: questions, and studies with a regular expression of their claims.
+      results: The folder of the results.
+      section: Returns the address of the section of a study.
+
+    Raises:
+      Mistake: If the study has no such claim.
+    """
+    rows, question, of = [], "", functools.cache(lambda name: judged(name, results))
+    for line in text.strip().splitlines():
+        name, colon, claim = line.partition(": ")
+        if not colon:
+            question = line
+            continue
+        one = of(name)
+        found = [judgement for judgement in one.judgements if re.fullmatch(claim, judgement.claim.text)]
+        if not found:
+            raise Mistake(f"{name} has no claim {claim!r}. Its claims are in experiments/studies.")
+        for judgement in found:
+            _, network, *cells, _ = _row(judgement, one)
+            rows.append([question, f"[{network}]({section(name)})", *cells])
+            question = ""
+    table = [["question", "network", *HEAD[:3], OTHERWISE, "seeds"], *rows]
+    return markdown_table(table if any(row[0] for row in rows) else [row[1:] for row in table])
 
 
 def _row(judgement: Judgement, one: Judged) -> list[str]:

@@ -92,13 +92,32 @@ def test_every_study_is_found_by_the_name_of_its_results():
 
 
 @pytest.mark.slow
-def test_the_page_is_what_its_results_say():
-    text = reproduce.PAGE.read_text()
-    renewed, pictures = reproduce.page(text)
-    assert renewed == text
+@pytest.mark.parametrize("path", reproduce.PAGES, ids=lambda path: path.stem)
+def test_a_page_is_what_its_results_say(path):
+    renewed, pictures = reproduce.page(path)
+    assert renewed == path.read_text()
+    assert "<!-- claims\n" in renewed
     words = re.compile(r">([^<>]+)</text>")
     for name, svg in pictures.items():
         assert words.findall((reproduce.RESULTS / f"{name}.svg").read_text()) == words.findall(svg) != []
+
+
+def test_a_block_shows_the_claims_that_it_asks_for(tmp_path):
+    """The study of that section, and its verdict. A claim that the study does not have is refused."""
+    page, asks = tmp_path / "page.md", "<!-- claims\nIs it {}?\nheld_vit_cpu: {}\n-->\n{}<!-- end -->"
+    page.write_text(f"a {asks.format('good', 'FST.*', 'old')} b")
+    head, rule, row = (
+        reproduce.page(page)[0].removeprefix(f"a {asks.format('good', 'FST.*', '')[:-12]}").split("\n")[:3]
+    )
+    assert "| question | network | claim |" in head
+    address = re.search(r"\[ViT, Fashion-MNIST\]\(.*REPRODUCTION.md#masks-that-are-held\)", row)
+    assert address is not None
+    assert row.startswith(
+        f"| Is it good? | {address[0]} | FST, which is dense in its last sixth, is as good as dense |"
+    )
+    page.write_text(asks.format("good", "fst", ""))
+    with pytest.raises(Mistake, match="held_vit_cpu has no claim 'fst'"):
+        reproduce.page(page)
 
 
 @pytest.mark.parametrize("method", ["STE", "S-STE"])
