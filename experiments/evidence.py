@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.claims import POINTS, Judged, Judgement, judged, mean, of_seeds, score, simple
 from experiments.recorded import study
-from experiments.report import curves as cv, dots, effects
+from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
 from experiments.studies import Gate
@@ -175,9 +175,9 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
       cost: A key of `COSTS`.
       yours: The name of an arm with a colour of its own.
     """
-    points: dict[str, list[dots.Point]] = {"sparse": [], "narrower": [], "shorter": []}
+    points: dict[str, list[cv.Point]] = {"sparse": [], "narrower": [], "shorter": []}
     for line in ("narrower", "shorter"):
-        points[line].append(dots.Point("dense", 1.0, 0.0, None, COLOURS[line]))
+        points[line].append(cv.Point("dense", 1.0, 0.0, None, COLOURS[line]))
     for name, effect in one.over_dense.items():
         arm = one.arms[name]
         kind = kind_of(arm.changes)
@@ -185,10 +185,10 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         if not math.isnan(share):
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
-            points[kind].append(dots.Point(name, share, effect.difference, (high - low) / 2, colour))
+            points[kind].append(cv.Point(name, share, effect.difference, (high - low) / 2, colour))
     up = f"difference of the loss from dense, {one.gate.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
-    return dots.frontier(
+    return cv.frontier(
         f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
         alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
         keys={name: colour for name, colour in named.items() if name != "yours" or yours},
@@ -241,11 +241,11 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     if not has_gate_runs(one):
         both = f"dense and “{one.gate.worse}”"
         return [f"Not finished: {done(one)} are done. The study is judged when {both} have two runs each."], {}
-    pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
+    pictures = {f"{name}_{cost}": cv.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
     parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
     if drawn := flips(one):
-        pictures[f"{name}_flips"] = dots.standalone(drawn)
+        pictures[f"{name}_flips"] = cv.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
     parts += [reached(one, results), claims_table(one), arms_table(one), *remarks(one, results)]
     return parts, pictures

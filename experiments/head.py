@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 
 from experiments.claims import Judged, Judgement, judged, recipe_of
-from experiments.evidence import HEAD, dense, differs, done, has_gate_runs, interval, seeds, simple_methods
 from experiments.errors import Mistake
+from experiments.evidence import HEAD, dense, differs, done, has_gate_runs, interval, seeds, simple_methods
 from experiments.report import effects
 from experiments.report.words import markdown_table
 from experiments.studies import ABOUT, STUDIES, methods

@@ -4,8 +4,8 @@
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its arms and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
-pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. A block that
-begins with several lines shows the claims that they ask for::
+pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. A block
+that begins with several lines shows the claims that they ask for::
 
     <!-- claims
     Is S-STE as good as dense training?
@@ -27,7 +27,7 @@ from experiments import evidence, head
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.recorded import Study, read, seconds, study
-from experiments.report import dots
+from experiments.report import curves
 from experiments.report.words import duration
 
 ROOT = Path(__file__).parent
@@ -72,7 +72,7 @@ def _figure(name: str, its_study: Study, lines: list[dict]) -> tuple[str, dict[s
     finished = [line for line in lines if line["outcome"] == "finished"]
     lost = [line for line in lines if line["outcome"] != "finished"]
     table, drawings = its_study.module.figure(finished)
-    pictures = {f"{name}_{part}": dots.standalone(svg) for part, svg in drawings.items()}
+    pictures = {f"{name}_{part}": curves.standalone(svg) for part, svg in drawings.items()}
     parts = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawings]
     parts += ["", table, "", _source(its_study, lines)]
     parts += [f"\n`{line['run']}` {line['outcome']}. It is left out of the tables and pictures." for line in lost]

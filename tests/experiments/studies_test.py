@@ -15,7 +15,7 @@ from flax import nnx
 import nmjax as nm
 from experiments import config_files, members, recorded, reproduce
 from experiments.errors import Mistake
-from experiments.report import dots
+from experiments.report import curves
 from experiments.studies import __main__ as looks, descent, dw, looking, noise, times
 from experiments.training import digest
 from tests.experiments.runs import as_people_run_it as as_people_run_it
@@ -333,22 +333,22 @@ def test_the_commands_of_results_explain_themselves(monkeypatch, capsys):
 def test_what_nothing_beats_is_joined(best, joined):
     """By hand. Of the line only the most expensive point may be joined."""
     points = [
-        dots.Point(name, cost, value) for name, cost, value in (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
+        curves.Point(name, cost, value) for name, cost, value in (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
     ]
-    line = [dots.Point("", 0.5, 9.0, colour="s1"), dots.Point("", 1.0, 0.5, colour="s1")]
+    line = [curves.Point("", 0.5, 9.0, colour="s1"), curves.Point("", 1.0, 0.5, colour="s1")]
     words = {"alt": "", "along": "cost", "up": "value", "keys": {}, "say": str}
-    svg = dots.frontier("here", points, [line], best=best, **words)
+    svg = curves.frontier("here", points, [line], best=best, **words)
     (dashed,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray: 4,3', svg)
     assert len(re.findall("[ML]", dashed)) == joined
-    assert dots.frontier("here", points[:1], [], **words).count(">a<") == 1
-    assert [p.cost for p in dots._apart([points[0], points[0]], 0.1)] == pytest.approx([0.85, 0.95])
+    assert curves.frontier("here", points[:1], [], **words).count(">a<") == 1
+    assert [p.cost for p in curves._apart([points[0], points[0]], 0.1)] == pytest.approx([0.85, 0.95])
 
 
 def test_names_stand_beside_their_points():
-    points = [dots.Point(name, *at) for name, *at in (("a", 0.6, -40.0), ("b", 0.8, -3.0))]
-    line = [dots.Point("", cost, value, 90.0) for cost, value in ((1.0, 0.0), (0.5, -90.0))]
+    points = [curves.Point(name, *at) for name, *at in (("a", 0.6, -40.0), ("b", 0.8, -3.0))]
+    line = [curves.Point("", cost, value, 90.0) for cost, value in ((1.0, 0.0), (0.5, -90.0))]
     words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}}
-    svg = dots.frontier("here", points, [line], **words, say=str)
+    svg = curves.frontier("here", points, [line], **words, say=str)
     marks = [(float(x), float(y)) for x, y in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)]
     assert len(marks) == 4
     for name, (x, y) in zip("ab", marks[2:], strict=True):
@@ -364,13 +364,13 @@ def test_names_beside_points_are_apart():
     axes = Figure(figsize=(8, 5), dpi=72).add_axes((0.1, 0.1, 0.8, 0.8))
     axes.set_xlim(0, 1)
     axes.set_ylim(-1, 1)
-    points = [dots.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
-    apart = dots._apart(points, 0.02)
+    points = [curves.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
+    apart = curves._apart(points, 0.02)
     assert np.allclose(np.diff([p.cost for p in apart]), 0.021)
     boxes = []
-    for p, x, y, how in dots._places(axes, apart, []):
-        start = x if how == "left" else x - dots.LETTER * len(p.name)
-        boxes.append((start, start + dots.LETTER * len(p.name), y - 6, y + 6))
+    for p, x, y, how in curves._places(axes, apart, []):
+        start = x if how == "left" else x - curves.LETTER * len(p.name)
+        boxes.append((start, start + curves.LETTER * len(p.name), y - 6, y + 6))
     spots = [axes.transData.transform((p.cost, p.value)) for p in apart]
     for n, (a, b, c, d) in enumerate(boxes):
         assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
@@ -379,15 +379,15 @@ def test_names_beside_points_are_apart():
 
 def test_a_tick_has_all_its_digits_and_a_picture_its_own_ground():
     """A tick at 1.025 was labelled 1.02. A picture without a ground was dark text on a dark page, or light on light."""
-    points = [dots.Point("a", 1.001, 0.1, 0.1), dots.Point("b", 1.029, 0.2, 0.1)]
-    svg = dots.frontier("ticks", points, [], alt="", along="", up="", keys={}, say=str)
+    points = [curves.Point("a", 1.001, 0.1, 0.1), curves.Point("b", 1.029, 0.2, 0.1)]
+    svg = curves.frontier("ticks", points, [], alt="", along="", up="", keys={}, say=str)
     labels = [float(label) for label in re.findall(r">(1(?:\.[0-9]+)?)<", svg)]
     steps = [round(b - a, 9) for a, b in itertools.pairwise(labels)]
     assert len(labels) > 3
     assert len(set(steps)) == 1, labels
-    style = re.search("<style>(.*?)</style>", dots.standalone(svg))[1]
+    style = re.search("<style>(.*?)</style>", curves.standalone(svg))[1]
     assert "background: var(--paper)" in style
     assert (
         re.findall(r"--paper: (#\w+)", style)
-        == re.findall(r"--paper: (#\w+)", Path(dots.__file__).with_name("page.css").read_text())[:2]
+        == re.findall(r"--paper: (#\w+)", (Path(curves.__file__).parent / "templates" / "page.css").read_text())[:2]
     )

@@ -8,7 +8,7 @@ import re
 import pytest
 from scipy import stats
 
-from experiments.report import __main__ as command, compare, compare_page, compare_table
+from experiments.report import __main__ as command, compare, compare_page
 from experiments.report.runs import read
 from experiments.report.words import distinct
 from tests.experiments.report.report_test import Tags
@@ -111,7 +111,7 @@ def test_runs_without_a_common_seed_are_compared_unpaired(tmp_path):
     variances = (0.02**2 * 2 / 1 / 2, (0.03**2 + 0.01**2 + 0.04**2) / 2 / 3)
     assert row.error == pytest.approx(math.sqrt(sum(variances)))
     assert (row.paired, comparison.rows[0].paired) == (False, False)
-    assert "| -9.00 ± 2.89, unpaired, may be chance |" in compare_table.markdown(comparison)
+    assert "| -9.00 ± 2.89, unpaired, may be chance |" in compare.markdown(comparison)
     run(tmp_path / "c0", "soft", 0, 0.91)
     assert compare.compare_folders([tmp_path]).rows[2].difference == pytest.approx(0.01)  # paired by seed 0
     run(tmp_path / "d9", "one", 9, 0.5)
@@ -149,7 +149,7 @@ def test_a_note_says_that_data_sets_differ(tmp_path):
             path = run(tmp_path / str(n) / name, method, 0, 0.9)
             config = json.loads((path / "config.json").read_text()) | ({} if own is None else {"data": own})
             (path / "config.json").write_text(json.dumps(config))
-        assert (sentence in compare_table.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
+        assert (sentence in compare.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
 
 
 def test_a_note_says_that_files_of_one_name_had_other_content(tmp_path):
@@ -197,7 +197,7 @@ def test_a_note_says_that_devices_differ(tmp_path):
             path = run(tmp_path / str(n) / name, method, 0, 0.9)
             about = json.loads((path / "run.json").read_text())
             (path / "run.json").write_text(json.dumps(about | ({} if own is None else {"header": [["devices", own]]})))
-        assert (sentence in compare_table.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
+        assert (sentence in compare.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
 
 
 def test_large_losses_and_equal_differences_say_nothing_wrong(tmp_path):
@@ -223,10 +223,10 @@ def test_the_dense_runs_are_the_baseline(tmp_path):
     run(tmp_path / "b", "dense", 0, 0.9, flops=(10, 10))
     assert compare.compare_folders([tmp_path]).base == 1
     assert compare.compare_folders([tmp_path], "blocks=mse").base == 0
-    assert "The baseline is blocks=dense: the only dense config." in compare_table.markdown(
+    assert "The baseline is blocks=dense: the only dense config." in compare.markdown(
         compare.compare_folders([tmp_path])
     )
-    assert "The baseline is blocks=mse: from --baseline." in compare_table.markdown(
+    assert "The baseline is blocks=mse: from --baseline." in compare.markdown(
         compare.compare_folders([tmp_path], "blocks=mse")
     )
 
@@ -246,7 +246,7 @@ def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseli
     comparison = compare.compare_folders([tmp_path])
     assert comparison.names[comparison.base] == "blocks=dense1"
     why = "The baseline is blocks=dense1: it has the best validation score of the dense configs."
-    assert why in compare_table.markdown(comparison)
+    assert why in compare.markdown(comparison)
     assert why in compare_page.render(comparison)
     edit(tmp_path / "00", figures={metric: 1 + sign * 0.5})  # a seed without a validation score: the other one has it
     assert compare.compare_folders([tmp_path]).names[comparison.base] == "blocks=dense1"
@@ -255,7 +255,7 @@ def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseli
     assert comparison.names[comparison.base] == "blocks=dense2"
     assert (
         "it has the best test score of the dense configs, and some of these have no validation score."
-        in compare_table.markdown(comparison)
+        in compare.markdown(comparison)
     )
 
 
@@ -286,7 +286,7 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     run(tmp_path / "a", "dense", 0, 0.9, flops=(10, 10))
     run(tmp_path / "b", "mse", 0, 0.8)
     comparison = compare.compare_folders([tmp_path])
-    assert compare_table.markdown(comparison).count("Scores are from the test split. The baseline") == 1
+    assert compare.markdown(comparison).count("Scores are from the test split. The baseline") == 1
     page = compare_page.render(comparison)
     assert "Means over seeds, of the test split." in page
     for name in "ab":
@@ -295,7 +295,7 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     legend = (
         "Scores are from the test split. Columns named validation are from the validation split. Use those to choose a "
     )
-    assert legend in compare_table.markdown(comparison)
+    assert legend in compare.markdown(comparison)
     page = compare_page.render(comparison)
     assert legend in page
     assert "Means over seeds, of the validation split." in page
@@ -317,7 +317,7 @@ def test_the_time_of_a_run(tmp_path):
     assert compare.compare_folders([tmp_path]).rows[0].time == 30
     for seed in (0, 1):
         edit(tmp_path / str(seed), trained_with=[])
-    assert "| 1 min 30 s |" in compare_table.markdown(compare.compare_folders([tmp_path]))
+    assert "| 1 min 30 s |" in compare.markdown(compare.compare_folders([tmp_path]))
 
 
 def test_the_page_lies_beside_the_runs_and_links_to_their_reports(tmp_path, monkeypatch, capsys):
@@ -347,10 +347,10 @@ def test_the_memory_of_a_device_is_a_column_if_runs_tell_it(tmp_path):
     run(tmp_path / "2", "mse", 0, 0.9)
     comparison = compare.compare_folders([tmp_path])
     assert [row.memory for row in comparison.rows] == [3e9, None]
-    table = compare_table.markdown(comparison).splitlines()
+    table = compare.markdown(comparison).splitlines()
     assert [cell.strip() for cell in table[0].split("|")][7] == "process memory"
     assert "| 3GB |" in table[2]
-    assert "Process memory is the most" in compare_table.markdown(comparison)
+    assert "Process memory is the most" in compare.markdown(comparison)
 
 
 def test_what_a_step_takes_is_a_share_of_the_baselines(tmp_path):
@@ -364,7 +364,7 @@ def test_what_a_step_takes_is_a_share_of_the_baselines(tmp_path):
     assert [row.steps_time for row in comparison.rows] == pytest.approx([1, 0.5])  # of the means 0.3 and 0.15
     assert [row.temporary for row in comparison.rows] == [None, None]  # the baseline's is not known
     assert [group.seconds for group in comparison.groups] == pytest.approx([30, 15])  # of 100 steps
-    table = compare_table.markdown(comparison)
+    table = compare.markdown(comparison)
     assert "| effective FLOPs | time of all steps | time of a run |" in table
     assert " 0.800 | 0.500 | " in table
     page = compare_page.render(comparison)

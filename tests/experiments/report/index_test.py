@@ -94,7 +94,7 @@ def test_the_frontier_by_enumeration(metric):
     draw = random.Random(0)
     for size in itertools.chain(range(1, 8), [60] * 20):
         found = [
-            index.Entry(str(n), None, "digits", metric, "", draw.randint(1, 9) / 10, None, 10.0, draw.randint(1, 9), [])
+            index.Entry(str(n), None, "digits", metric, draw.randint(1, 9) / 10, draw.randint(1, 9))
             for n in range(size)
         ]
         edge = index.frontier(found)
