@@ -19,7 +19,7 @@ from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
 from experiments.report.templates import fill
-from experiments.report.words import duration
+from experiments.report.words import duration, markdown_table
 from experiments.studies import STUDIES, Claim, times
 from experiments.training import device, record
 
@@ -224,7 +224,7 @@ def run(method: str, config_file: str, count: int | None, workdir: Path | None) 
         done = len(found.arms[YOURS].losses)
         raise Failed(f"{done} of {count} runs finished, and a comparison needs two. The reports are in {workdir}.")
     remarks = notes(found, lines)
-    tables = [evidence.claims_table(found), evidence.arms_table(found)]
+    tables = [markdown_table(rows) for rows in (evidence.claim_rows(found), evidence.arm_rows(found))]
     replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.legend()]) + "\n")
     target = workdir / "frontier.html"
     replace(target, render(found, method, remarks))

@@ -23,7 +23,7 @@ import re
 import sys
 from pathlib import Path
 
-from experiments import evidence, head
+from experiments import evidence
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.recorded import Study, read, seconds, study
@@ -34,7 +34,11 @@ ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 DOCS = ROOT.parent / "docs"
 PAGES = (PAGE, DOCS / "tutorials" / "which_method.md", DOCS / "explained" / "papers.md")
-HEAD = {"counts": head.counts, "claims": head.main_claims, "networks": head.networks}  # of all studies together
+ALL = {
+    "counts": evidence.counts,
+    "claims": evidence.main_claims,
+    "networks": evidence.networks,
+}  # of all studies together
 BLOCK = re.compile(r"<!-- (\w+) ?((?:\n[^\n]+)*?\n)?-->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -45,8 +49,8 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "recipe_vit_cpu", and its pictures as SVG by their names."""
     if name == "legend":
         return _text([evidence.legend()]), {}
-    if name in HEAD:
-        return _text([HEAD[name](results)]), {}
+    if name in ALL:
+        return _text([ALL[name](results)]), {}
     its_study = study(name)
     if not (results / f"{name}.jsonl").exists():
         return _text([f"Not run: `{its_study.command}`."]), {}
@@ -108,7 +112,7 @@ def page(path: Path, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
 
     def renew(match: re.Match) -> str:
         if match[2]:
-            table, drawings = _text([head.asked(match[2], results, lambda name: _section(name, path))]), {}
+            table, drawings = _text([evidence.asked(match[2], results, lambda name: _section(name, path))]), {}
         else:
             table, drawings = block(match[1], results)
         pictures.update(drawings)
