@@ -330,51 +330,28 @@ def test_the_commands_of_results_explain_themselves(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("best", "joined"), [(max, 3), (min, 2)])
-def test_what_nothing_beats_is_joined(best, joined):
-    """By hand. Of the line only the most expensive point may be joined."""
-    points = [
-        curves.Point(name, cost, value) for name, cost, value in (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
-    ]
+def test_names_of_a_frontier_are_beside_their_points_and_apart(best, joined):
+    """By hand. Of the line only the most expensive point may be joined to those that nothing beats."""
+    at = (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
+    points = [curves.Point(*each) for each in at]
     line = [curves.Point("", 0.5, 9.0, colour="s1"), curves.Point("", 1.0, 0.5, colour="s1")]
-    words = {"alt": "", "along": "cost", "up": "value", "keys": {}, "say": str}
+    words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}, "say": str}
     svg = curves.frontier("here", points, [line], best=best, **words)
     (dashed,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray: 4,3', svg)
     assert len(re.findall("[ML]", dashed)) == joined
-    assert curves.frontier("here", points[:1], [], **words).count(">a<") == 1
-    assert [p.cost for p in curves._apart([points[0], points[0]], 0.1)] == pytest.approx([0.85, 0.95])
-
-
-def test_names_stand_beside_their_points():
-    points = [curves.Point(name, *at) for name, *at in (("a", 0.6, -40.0), ("b", 0.8, -3.0))]
-    line = [curves.Point("", cost, value, 90.0) for cost, value in ((1.0, 0.0), (0.5, -90.0))]
-    words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}}
-    svg = curves.frontier("here", points, [line], **words, say=str)
-    marks = [(float(x), float(y)) for x, y in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)]
-    assert len(marks) == 4
-    for name, (x, y) in zip("ab", marks[2:], strict=True):
-        ((a, b),) = re.findall(rf'x="([\d.]+)" y="([\d.]+)">{name}<', svg)
-        assert abs(float(a) - x) < 20
-        assert abs(float(b) - y) < 20
-
-
-def test_names_beside_points_are_apart():
-    """Close points: no two names overlap, and no name lies on a point."""
-    from matplotlib.figure import Figure
-
-    axes = Figure(figsize=(8, 5), dpi=72).add_axes((0.1, 0.1, 0.8, 0.8))
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-1, 1)
-    points = [curves.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
-    apart = curves._apart(points, 0.02)
-    assert np.allclose(np.diff([p.cost for p in apart]), 0.021)
-    boxes = []
-    for p, x, y, how in curves._places(axes, apart, []):
-        start = x if how == "left" else x - curves.LETTER * len(p.name)
-        boxes.append((start, start + curves.LETTER * len(p.name), y - 6, y + 6))
-    spots = [axes.transData.transform((p.cost, p.value)) for p in apart]
-    for n, (a, b, c, d) in enumerate(boxes):
-        assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
-        assert not any(a < x < b and c < y < d for x, y in spots)
+    near = [curves.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
+    for of in (points, near):
+        svg, boxes = curves.frontier("here", of, [line], best=best, **words), []
+        marks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)[2:]  # after those of the line
+        for p, (x, y) in zip(of, marks, strict=True):
+            ((style, a, b),) = re.findall(rf'<text style="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>{p.name}<', svg)
+            length, a, b = curves.LETTER * len(p.name), float(a), float(b)
+            start = a - length if "end" in style else a
+            assert min(abs(start - float(x)), abs(start + length - float(x))) < 20
+            assert abs(b - float(y)) < 70
+            boxes.append((start, start + length, b - 10, b + 2))
+        for n, (a, b, c, d) in enumerate(boxes):
+            assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
 
 
 def test_a_tick_has_all_its_digits_and_a_picture_its_own_ground():

@@ -55,10 +55,7 @@ def test_many_classes_are_a_list_of_pairs(tmp_path):
     assert len(pairs) == PAIRS
     assert pairs[0] == "class 7 taken for class 999: 9 of " + str(confusion[7].sum())
     assert len(page) < 200_000
-
-
-def test_without_an_error_there_are_no_pairs(tmp_path):
-    page, tags = written(with_pictures(tmp_path / "run", confusion=np.diag([3, 3, 3])))
+    page, tags = written(with_pictures(tmp_path / "right", confusion=np.diag([3, 3, 3])))
     assert "0 of 9 test images are classified wrongly (0 %)." in tags.text
     assert "confused most" not in tags.text
 
@@ -115,9 +112,6 @@ def test_a_page_reloads_about_as_often_as_it_is_written(tmp_path, every, seconds
     metrics = [{"kind": "eval", "step": n, "seconds": every * n, "loss": 1.0} for n in (1, 2, 3)]
     assert report.read(write_run(tmp_path, metrics, about={"outcome": "running"})).reload == seconds
     assert report.read(write_run(tmp_path, metrics, about={"outcome": "diverged: x"})).reload == 0
-
-
-def test_a_run_without_a_line_says_nothing_of_its_time(tmp_path):
     run = report.read(write_run(tmp_path, [], about={"outcome": "running", "steps": 10}))
     assert (run.progress, run.reload) == ("", 5)
     one = [{"kind": "train", "step": 3, "seconds": 1.0, "loss": 1.0}]
