@@ -197,8 +197,7 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     kind = kinds.pop()
     figures = [run.about.get("figures", {}) for group in by_config for run in group.finished.values()]
     scores = list(filter(None, figures)) or [run.metrics["eval"][-1] for run in runs if run.metrics.get("eval")]
-    hardened = bool(scores) and all(f"hardened_{kind}" in of for of in scores)
-    metric = f"hardened_{kind}" if hardened else kind
+    metric = judged_by(kind, scores)
     base, why = (names.index(baseline), "from --baseline") if baseline else _baseline(by_config, metric)
     wanted = sorted({seed for group in by_config for seed in group.runs})
     others = [name for name in figures[0] if name != metric and all(name in f for f in figures)] if figures else []
@@ -215,6 +214,11 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     if len({devices for run in runs if (devices := dict(run.about.get("header", ())).get("devices"))}) > 1:
         notes.insert(0, DEVICES_DIFFER)
     return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
+
+
+def judged_by(metric: str, scores: list[dict[str, Any]]) -> str:
+    """Return the metric by which runs with some scores are compared: of hardened weights, if all have it."""
+    return f"hardened_{metric}" if scores and all(f"hardened_{metric}" in of for of in scores) else metric
 
 
 def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from experiments.errors import Mistake
 from experiments.report import curves as cv
-from experiments.report.compare import NO_RUNS, began_with, data_of, labels
+from experiments.report.compare import NO_RUNS, began_with, data_of, judged_by, labels
 from experiments.report.curves import Point
 from experiments.report.page import flat
 from experiments.report.runs import BEYOND, Run, glance
@@ -191,10 +191,9 @@ def _metrics(runs: list[Run]) -> dict[Path, str]:
         tasks.setdefault((_task(run.config), str(run.about.get("metric", ""))), []).append(run)
     chosen = {}
     for (_, metric), group in tasks.items():
-        scored = [run for run in group if _scores(run)]
-        judged = [run for run in scored if run.about.get("outcome") == "finished"] or scored
-        hardened = bool(judged) and all(f"hardened_{metric}" in _scores(run) for run in judged)
-        chosen |= {run.path: f"hardened_{metric}" if hardened else metric for run in group}
+        finished = [_scores(run) for run in group if run.about.get("outcome") == "finished"]
+        scores = list(filter(None, finished)) or [found for run in group if (found := _scores(run))]
+        chosen |= dict.fromkeys((run.path for run in group), judged_by(metric, scores))
     return chosen
 
 
