@@ -115,8 +115,8 @@ def test_a_block_shows_the_claims_that_it_asks_for(tmp_path):
     assert row.startswith(
         f"| Is it good? | {address[0]} | FST, which is dense in its last sixth, is as good as dense |"
     )
-    page.write_text(asks.format("good", "fst", ""))
-    with pytest.raises(Mistake, match="held_vit_cpu has no claim 'fst'"):
+    page.write_text(asks.format("good", "FST", ""))
+    with pytest.raises(Mistake, match="held_vit_cpu has no claim 'FST'"):
         reproduce.page(page)
 
 

@@ -35,6 +35,7 @@ def test_a_confusion_matrix_has_a_row_for_each_class(tmp_path):
     found = {name: re.findall(r"<td[^>]*>([^<]*)</td>", cells) for name, cells in rows}
     assert found["cat"] == ["5", "", "1", "83.3 %"]
     assert found["ship"] == ["2", "1", "5", "62.5 %"]
+    assert '<th scope="row">cat</th><td class="right" style="--share:83.3%">5</td>' in page
     assert page.count('class="right" style') == 3
     assert page.count('class="wrong" style') == 3
     pairs = re.findall("<li>(.*?)</li>", page)
