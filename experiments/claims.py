@@ -15,92 +15,58 @@ from experiments.report.effects import Effect
 from experiments.studies import Claim, Gate, times
 from experiments.training import settings
 
+SCORES = ("loss", "accuracy", "validation loss")  # of the hardened networks; verdicts are by each of them
 POINTS = 0.005  # a difference of accuracy that matters
 NOT_RUN, NO_COUNT = "not run", "does not count"
 
 
 class Arm(NamedTuple):
-    """The runs of an arm.
+    """The runs of an arm."""
 
-    Attributes:
-      changes: What the arm changes, without the seed.
-      losses: The test loss of each finished run by seed, of the hardened network.
-      validation: The same loss on the validation data.
-      accuracies: The accuracies, if the runs have any.
-      flops: The effective FLOPs of a run.
-      steps: The steps of a run.
-      time: The time of all steps of a run, as a share of dense.
-      bytes: The median temporary memory of a step.
-      lost: The seeds of the runs that did not finish, with their outcomes.
-      hardened: Whether there is a hardened network. If there is none, the losses are those in training.
-      flips: The flip rates of each run that measured some: "step" and "flip_rate".
-    """
+    changes: dict[str, Any]  # what the arm changes, without the seed
+    scores: dict[str, dict[int, float]]  # by score that of each finished run by seed, of hardened networks if there are
+    flops: float  # the effective FLOPs of a run
+    steps: float  # the steps of a run
+    time: float  # the time of all steps of a run, as a share of dense
+    bytes: float  # the median temporary memory of a step
+    lost: dict[int, str]  # the outcomes of the runs that did not finish, by seed
+    hardened: bool  # whether there are hardened networks
+    flips: list[dict[str, list]]  # the flip rates of each run that measured some: "step" and "flip_rate"
 
-    changes: dict[str, Any]
-    losses: dict[int, float]
-    validation: dict[int, float]
-    accuracies: dict[int, float]
-    flops: float
-    steps: float
-    time: float
-    bytes: float
-    lost: dict[int, str]
-    hardened: bool
-    flips: list[dict[str, list]]
+    @property
+    def losses(self) -> dict[int, float]:
+        """The test loss of each finished run by seed."""
+        return self.scores["loss"]
+
+    def results(self, score: str) -> dict[int, float]:
+        """Return a score by seed, turned so that larger is better."""
+        return {seed: -value if "loss" in score else value for seed, value in self.scores[score].items()}
 
 
 class Judgement(NamedTuple):
-    """A claim with its verdict, by the loss.
-
-    Attributes:
-      claim: The claim.
-      verdict: The verdict by the loss, or why there is none.
-      loss: The difference of the losses, the first arm minus the second. None if there are too few runs.
-      accuracy: The difference of the accuracies. None if there are too few runs, or no accuracies.
-      by_accuracy: The verdict by the accuracy; "" if there is none.
-      validation: The difference of the losses on the validation data. None if there are too few runs.
-      by_validation: The verdict by the loss on the validation data; "" if there is none.
-      seeds: The number of seeds that both arms have.
-    """
+    """A claim with its verdicts."""
 
     claim: Claim
-    verdict: str
-    loss: Effect | None
-    accuracy: Effect | None
-    by_accuracy: str
-    validation: Effect | None
-    by_validation: str
-    seeds: int
+    verdict: str  # by the loss, or why there is none
+    differences: dict[str, Effect]  # by score the first arm minus the second, if there are enough runs
+    verdicts: dict[str, str]  # by score
+    seeds: int  # the number of seeds that both arms have
 
 
 class Judged(NamedTuple):
-    """A study with its verdicts.
+    """A study with its verdicts."""
 
-    Attributes:
-      name: The name of its results.
-      study: The study.
-      lines: Its results.
-      arms: Its arms by name.
-      seeds: The seeds that each arm should have.
-      gate: Its gate.
-      failed: Why the study does not pass its gate; "" if it passes.
-      harm: The difference of the losses of the arm that has to be worse and dense; None if there are too few runs.
-      judgements: The judged claims.
-      over_dense: The differences of the losses to dense, by arm, as far as they are known.
-      scattered: For each score, the arms whose results scatter too much to share their variance.
-    """
-
-    name: str
+    name: str  # of its results
     study: Study
-    lines: list[dict]
-    arms: dict[str, Arm]
-    seeds: Sequence[int]
+    lines: list[dict]  # its results
+    arms: dict[str, Arm]  # by name
+    seeds: Sequence[int]  # that each arm should have
     gate: Gate
-    failed: str
-    harm: Effect | None
+    failed: str  # why the study does not pass its gate; "" if it passes
+    harm: Effect | None  # the loss of the arm that has to be worse minus that of dense, if there are enough runs
     judgements: list[Judgement]
-    over_dense: dict[str, Effect]
-    scattered: dict[str, list[str]]
+    over_dense: dict[str, Effect]  # by arm the loss minus that of dense, as far as it is known
+    scattered: dict[str, list[str]]  # by score the arms whose results scatter too much to share their variance
 
 
 def judged(name: str, results: Path) -> Judged:
@@ -171,23 +137,21 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
     """Return the arm of some changes, made of the lines of its runs."""
     done = [line for line in lines if line["outcome"] == "finished"]
     figures = {line["changes"]["seed"]: line["figures"] for line in done}
-    of = lambda name, split="": {
-        seed: of.get(f"{split}hardened_{name}", of.get(split + name))
-        for seed, of in figures.items()
-        if split + name in of
+    hardened = {"loss": "hardened_loss", "accuracy": "hardened_accuracy", "validation_loss": "validation_hardened_loss"}
+    scores = {
+        score: {seed: of.get(best, of[name]) for seed, of in figures.items() if name in of}
+        for score, (name, best) in zip(SCORES, hardened.items(), strict=True)
     }
     middle = lambda values: statistics.median(values) if values else math.nan
-    measured = [line | line["measured"] for line in done if line.get("measured")]
+    memory = [of["step_bytes"] for line in done if "step_bytes" in (of := line.get("measured") or {})]
     sparsity = [line.get("curves", {}).get("sparsity", {}) for line in done]
     return Arm(
         changes,
-        of("loss"),
-        of("loss", "validation_"),
-        of("accuracy"),
+        scores,
         middle([line["flops"][1] * line["steps"] for line in done]),
         middle([line["steps"] for line in done]),
         math.nan,
-        middle([line["step_bytes"] for line in measured if "step_bytes" in line]),
+        middle(memory),
         {line["changes"]["seed"]: line["outcome"] for line in lines if line["outcome"] != "finished"},
         all("hardened_loss" in line["figures"] for line in done),
         [curves for curves in sparsity if any(curves.get("flip_rate") or ())],
@@ -203,35 +167,28 @@ def judge(
     steps, times_of = arms["dense"].steps, times_of | same
     arms = {arm: of._replace(time=times_of.get(arm, math.nan) * of.steps / steps) for arm, of in arms.items()}
     used = {arm: of for arm, of in arms.items() if arm != gate.worse}
-    minus = lambda values: {seed: -value for seed, value in values.items()}
-    losses = {arm: minus(of.losses) for arm, of in used.items()}
-    accuracies = {arm: of.accuracies for arm, of in used.items()}
-    validation = {arm: minus(of.validation) for arm, of in used.items()}
-    by_loss, by_accuracy = _effects(losses, claims, gate.margin), _effects(accuracies, claims, POINTS)
-    by_validation = _effects(validation, claims, gate.margin)
+    values = {score: {arm: of.results(score) for arm, of in used.items()} for score in SCORES}
+    margins = dict.fromkeys(SCORES, gate.margin) | {"accuracy": POINTS}
+    found = {score: _effects(values[score], claims, margins[score]) for score in SCORES}
     harm = _harm(arms, gate)
     failed, judgements = _failed(arms, gate, harm, results), []
     for claim in claims:
-        loss, accuracy, other = (of.get(claim) for of in (by_loss, by_accuracy, by_validation))
-        none = NO_COUNT if failed else _unfinished(arms, claim, seeds)  # then neither metric has a verdict
-        judgements.append(
-            Judgement(
-                claim,
-                none or (_verdict(claim, loss, gate.margin) if loss else NOT_RUN),
-                loss and loss._replace(difference=-loss.difference),
-                accuracy,
-                _verdict(claim, accuracy, POINTS) if accuracy and not none else "",
-                other and other._replace(difference=-other.difference),
-                _verdict(claim, other, gate.margin) if other and not none else "",
-                len({*arms[claim.first].losses} & {*arms[claim.second].losses}),
-            )
-        )
+        of_claim = {score: of[claim] for score, of in found.items() if claim in of}
+        none = NO_COUNT if failed else _unfinished(arms, claim, seeds)  # then no score has a verdict
+        verdicts = {} if none else {s: effects.verdict(claim.kind, e, margins[s]) for s, e in of_claim.items()}
+        differences = {score: _turned(e) if "loss" in score else e for score, e in of_claim.items()}
+        shared = len({*arms[claim.first].losses} & {*arms[claim.second].losses})
+        judgements.append(Judgement(claim, none or verdicts.get("loss", NOT_RUN), differences, verdicts, shared))
+    losses = values["loss"]
     over = [arm for arm in used if arm != "dense" and _shared(losses, arm, "dense") > 1]
-    found = effects.effects(losses, [(arm, "dense") for arm in over])
-    over_dense = {arm: e._replace(difference=-e.difference) for arm, e in zip(over, found, strict=True)}
-    scores = {"test loss": losses, "accuracy": accuracies, "validation loss": validation}
-    scattered = {score: found for score, values in scores.items() if (found := sorted(effects.scattered(values)))}
-    return Judged(name, its_study, lines, arms, seeds, gate, failed, harm, judgements, over_dense, scattered)
+    over_dense = map(_turned, effects.effects(losses, [(arm, "dense") for arm in over]))
+    scattered = {score: wild for score in SCORES if (wild := sorted(effects.scattered(values[score])))}
+    known = dict(zip(over, over_dense, strict=True))
+    return Judged(name, its_study, lines, arms, seeds, gate, failed, harm, judgements, known, scattered)
+
+
+def _turned(effect: Effect) -> Effect:
+    return effect._replace(difference=-effect.difference)
 
 
 def _effects(values: dict[str, dict[int, float]], claims: list[Claim], margin: float) -> dict[Claim, Effect]:
@@ -263,11 +220,6 @@ def _count(runs: Sized) -> str:
     return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
-def _verdict(claim: Claim, effect: Effect, margin: float) -> str:
-    of_kind = {"better than": effects.verdict_better, "as good as": effects.verdict_as_good}
-    return of_kind[claim.kind](effect, margin)
-
-
 # ---- the gate ----
 
 
@@ -292,15 +244,9 @@ def limit(gate: Gate, results: Path) -> float:
     return known[gate.limit]
 
 
-def of_seeds(arm: Arm, seeds: Sequence[int]) -> Arm:
-    """Return the arm with the runs of some seeds only."""
-    only = lambda values: {seed: value for seed, value in values.items() if seed in seeds}
-    return arm._replace(losses=only(arm.losses), accuracies=only(arm.accuracies))
-
-
-def mean(arm: Arm, metric: str) -> float:
-    """Return the mean loss or accuracy of an arm."""
-    values = (arm.losses if metric == "loss" else arm.accuracies).values()
+def mean(arm: Arm, score: str, seeds: Sequence[int] | None = None) -> float:
+    """Return the mean score of the runs of an arm, or of those of some seeds."""
+    values = [value for seed, value in arm.scores[score].items() if seeds is None or seed in seeds]
     return statistics.fmean(values) if values else math.nan
 
 

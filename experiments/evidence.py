@@ -1,26 +1,33 @@
-"""The tables and pictures of studies with claims."""
+"""The tables and pictures of studies with claims: of each study, and of all studies together."""
 
+import functools
 import math
+import re
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.claims import POINTS, Judged, Judgement, judged, mean, of_seeds, score, simple
+from experiments.claims import POINTS, Judged, Judgement, judged, mean, recipe_of, score, simple
+from experiments.errors import Mistake
 from experiments.recorded import study
-from experiments.report import curves as cv, dots, effects
+from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
-from experiments.studies import Gate
-
-# ---- tables ----
-
+from experiments.studies import ABOUT, STUDIES, Gate, methods
 
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
     "verdict by the accuracy", "difference of the accuracy, points",
     "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
+OTHERWISE = "verdict by another score, if it differs"
+QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second arm begins
+    "as good as dense": ("as good as", "dense"),
+    "better than narrower dense": ("better than", "narrower dense"),
+    "better than shorter dense": ("better than", "shorter dense"),
+}
 
 LEGEND = {  # the words of the tables
     "Arm": "one setup that is trained with several seeds: a method, or dense training with a given width and number of "
@@ -63,8 +70,8 @@ def done(one: Judged) -> str:
 
 def dense(one: Judged) -> str:
     """Return what the dense network reaches, as text."""
-    arm = of_seeds(one.arms["dense"], one.seeds)
-    return score(one.gate, mean(arm, one.gate.metric)) if arm.losses else ""
+    value = mean(one.arms["dense"], one.gate.metric, one.seeds)
+    return "" if math.isnan(value) else score(one.gate, value)
 
 
 def simple_methods(gate: Gate, results: Path) -> list[str]:
@@ -86,33 +93,27 @@ def reached(one: Judged, results: Path) -> str:
     return f"`{one.name}` ({one.gate.network}, {numbers}): the dense network reaches {dense(one)} ({others}). {outcome}"
 
 
-def claims_table(one: Judged) -> str:
-    """Return the table of all claims of a study in Markdown."""
-    return markdown_table(claim_rows(one))
-
-
 def claim_rows(one: Judged) -> list[list[str]]:
-    """Return the rows of the table of all claims; the first is its head."""
-    return [HEAD, *(cells(judgement, one) for judgement in one.judgements)]
+    """Return the rows of the table of all claims of a study; the first is its head."""
+    rows = [HEAD]
+    for judgement in one.judgements:
+        difference, verdict = judgement.differences.get, judgement.verdicts.get
+        other = f"{verdict('validation loss')}, {interval(difference('validation loss'), 4)}"
+        rows.append([
+            judgement.claim.text,
+            judgement.verdict,
+            interval(difference("loss"), 4),
+            verdict("accuracy", ""),
+            interval(difference("accuracy"), 2, 100.0),
+            other if differs(judgement, "validation loss") else "",
+            seeds(judgement, one),
+        ])  # fmt: skip
+    return rows
 
 
-def cells(judgement: Judgement, one: Judged) -> list[str]:
-    """Return the row of a claim in the table of its study."""
-    other = f"{judgement.by_validation}, {interval(judgement.validation, 4)}"
-    return [
-        judgement.claim.text,
-        judgement.verdict,
-        interval(judgement.loss, 4),
-        judgement.by_accuracy,
-        interval(judgement.accuracy, 2, 100.0),
-        other if differs(judgement, judgement.by_validation) else "",
-        seeds(judgement, one),
-    ]
-
-
-def differs(judgement: Judgement, verdict: str) -> bool:
-    """Return whether a verdict by another score differs from that by the loss. Both have to be verdicts."""
-    both = verdict, judgement.verdict
+def differs(judgement: Judgement, score: str) -> bool:
+    """Return whether the verdict by a score differs from that by the loss. Both have to be verdicts."""
+    both = judgement.verdicts.get(score, ""), judgement.verdict
     return all(map(effects.kind, both)) and effects.plain(both[0]) != effects.plain(both[1])
 
 
@@ -130,27 +131,22 @@ def interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
     return f"{number(effect.difference)} [{number(low)}, {number(high)}]"
 
 
-def arms_table(one: Judged) -> str:
-    """Return the table of the arms of a study in Markdown: what they reach, and what they cost."""
-    return markdown_table(arm_rows(one))
-
-
 def arm_rows(one: Judged) -> list[list[str]]:
-    """Return the rows of the table of the arms; the first is its head."""
+    """Return the rows of the table of the arms, what they reach and what they cost; the first is its head."""
     head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
     rows, base = [head], one.arms["dense"]
-    for name, of_all in one.arms.items():
-        arm = of_seeds(of_all, one.seeds)
+    for name, arm in one.arms.items():
         missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
+        reaches = [mean(arm, score, one.seeds) for score in ("loss", "accuracy")]
         marks = [f"seed {seed} {outcome}" for seed, outcome in arm.lost.items()]
         marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
         shares = [value / of for value, of in ((arm.flops, base.flops), (arm.time, base.time), (arm.bytes, base.bytes))]
         rows.append([
             name,
-            "" if not arm.losses else f"{mean(arm, 'loss'):.4f}",
-            "" if not arm.accuracies else f"{100 * mean(arm, 'accuracy'):.2f}",
+            "" if math.isnan(reaches[0]) else f"{reaches[0]:.4f}",
+            "" if math.isnan(reaches[1]) else f"{100 * reaches[1]:.2f}",
             *("" if math.isnan(share) else f"{share:.2f}" for share in shares),
-            f"{len(arm.losses)} of {len(one.seeds)}",
+            f"{len({*arm.losses} & {*one.seeds})} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
     filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
@@ -175,9 +171,9 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
       cost: A key of `COSTS`.
       yours: The name of an arm with a colour of its own.
     """
-    points: dict[str, list[dots.Point]] = {"sparse": [], "narrower": [], "shorter": []}
+    points: dict[str, list[cv.Point]] = {"sparse": [], "narrower": [], "shorter": []}
     for line in ("narrower", "shorter"):
-        points[line].append(dots.Point("dense", 1.0, 0.0, None, COLOURS[line]))
+        points[line].append(cv.Point("dense", 1.0, 0.0, None, COLOURS[line]))
     for name, effect in one.over_dense.items():
         arm = one.arms[name]
         kind = kind_of(arm.changes)
@@ -185,10 +181,10 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         if not math.isnan(share):
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
-            points[kind].append(dots.Point(name, share, effect.difference, (high - low) / 2, colour))
+            points[kind].append(cv.Point(name, share, effect.difference, (high - low) / 2, colour))
     up = f"difference of the loss from dense, {one.gate.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
-    return dots.frontier(
+    return cv.frontier(
         f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
         alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
         keys={name: colour for name, colour in named.items() if name != "yours" or yours},
@@ -241,13 +237,13 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     if not has_gate_runs(one):
         both = f"dense and “{one.gate.worse}”"
         return [f"Not finished: {done(one)} are done. The study is judged when {both} have two runs each."], {}
-    pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
+    pictures = {f"{name}_{cost}": cv.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
     parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
     if drawn := flips(one):
-        pictures[f"{name}_flips"] = dots.standalone(drawn)
+        pictures[f"{name}_flips"] = cv.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
-    parts += [reached(one, results), claims_table(one), arms_table(one), *remarks(one, results)]
+    parts += [reached(one, results), *map(markdown_table, (claim_rows(one), arm_rows(one))), *remarks(one, results)]
     return parts, pictures
 
 
@@ -262,6 +258,7 @@ def remarks(one: Judged, results: Path) -> list[str]:
         )
     for arms in dict.fromkeys(map(tuple, one.scattered.values())):
         scores = ", by the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == arms)
+        scores = re.sub(r"^loss", "test loss", scores)
         found.append(
             f"Arms whose runs scatter much more than those of others, by the {scores}, so that each has its own "
             f"variance: {'; '.join(arms)}."
@@ -285,3 +282,202 @@ def remarks(one: Judged, results: Path) -> list[str]:
         if len(kinds) > 1:
             found.append(f"The runs differ in {field}: {' and '.join(kinds)}.")
     return [*found, *(f"Note: {note}." for note in dict.fromkeys(note for line in one.lines for note in line["notes"]))]
+
+
+# ---- all studies together ----
+
+
+def counts(results: Path) -> str:
+    """Return the table of the networks: what dense training reaches, and how many sparse methods are as good or better.
+
+    Args:
+      results: The folder of the results.
+    """
+    studies = _judged(results)
+    verdicts = _once(studies)
+    rows = [["network", "dense training", "a simple method", *QUESTIONS]]
+    for network, ones in _networks(studies).items():
+        cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
+        rows.append([network, _spread(ones), next(reversed(simple_methods(ones[0].gate, results)), ""), *cells])
+    return markdown_table(rows)
+
+
+def _counted(verdicts: list[str]) -> str:
+    """Return how many claims hold, and in brackets the other verdicts.
+
+    >>> _counted(["holds", "undecided", "holds", "does not hold: worse"])
+    '2 of 4 (1 worse, 1 undecided)'
+    >>> _counted(["holds"]), _counted([])
+    ('1 of 1', 'not compared')
+    """
+    if not verdicts:
+        return "not compared"
+    number = {kind: sum(effects.kind(verdict) == kind for verdict in verdicts) for kind in effects.KINDS}
+    others = [f"{count} {kind}" for kind, count in number.items() if count and kind != effects.HOLDS]
+    return f"{number[effects.HOLDS]} of {len(verdicts)}" + (f" ({', '.join(others)})" if others else "")
+
+
+def networks(results: Path) -> str:
+    """Return paragraphs on the networks and their gates, and how many verdicts would be others by other scores.
+
+    Args:
+      results: The folder of the results.
+    """
+    studies = _judged(results)
+    parts = [_network(name, ones) for name, ones in _networks(studies).items()]
+    return "\n\n".join([*parts, *_otherwise(studies)])
+
+
+def main_claims(results: Path) -> str:
+    """Return the table of the main claims of all studies, and which studies are not in it, or not finished.
+
+    Args:
+      results: The folder of the results.
+    """
+    rows, begun, found = [], [], _with_results(results)
+    for one in found:
+        if not has_gate_runs(one):
+            begun.append(f"`{one.name}` ({done(one)})")
+            continue
+        if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
+            begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
+        rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
+    head = ["config or paper", "network", *HEAD[:3], OTHERWISE, "seeds", "gate"]
+    known = [*_networks(found)]
+    rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
+    parts = [markdown_table([head, *rows])]
+    if begun:
+        parts.append(f"Not finished: {', '.join(begun)}.")
+    if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
+        parts.append(
+            f"Not run yet: {', '.join(missing)}. The files of [experiments/studies](studies) have their claims."
+        )
+    return "\n\n".join(parts)
+
+
+def asked(text: str, results: Path, section: Callable[[str], str]) -> str:
+    """Return the table of the claims that a block asks for.
+
+    Args:
+      text: The lines of the block: questions, and studies with a regular expression of their claims.
+      results: The folder of the results.
+      section: Returns the address of the section of a study.
+
+    Raises:
+      Mistake: If the study has no such claim.
+    """
+    rows, question, of = [], "", functools.cache(lambda name: judged(name, results))
+    for line in text.strip().splitlines():
+        name, colon, claim = line.partition(": ")
+        if not colon:
+            question = line
+            continue
+        one = of(name)
+        found = [judgement for judgement in one.judgements if re.fullmatch(claim, judgement.claim.text)]
+        if not found:
+            raise Mistake(f"{name} has no claim {claim!r}. Its claims are in experiments/studies.")
+        for judgement in found:
+            _, network, *cells, _ = _row(judgement, one)
+            rows.append([question, f"[{network}]({section(name)})", *cells])
+            question = ""
+    table = [["question", "network", *HEAD[:3], OTHERWISE, "seeds"], *rows]
+    return markdown_table(table if any(row[0] for row in rows) else [row[1:] for row in table])
+
+
+def _row(judgement: Judgement, one: Judged) -> list[str]:
+    """Return the row of a main claim."""
+    by = judgement.verdicts
+    others = [f"{by[score]} ({score})" for score in ("accuracy", "validation loss") if differs(judgement, score)]
+    passed = "not passed" if one.failed else "passed"
+    shown = [judgement.claim.text, judgement.verdict, interval(judgement.differences.get("loss"), 4), "; ".join(others)]
+    return [judgement.claim.about, one.gate.network, *shown, seeds(judgement, one), passed]
+
+
+def _with_results(results: Path) -> list[Judged]:
+    return [judged(name, results) for name in STUDIES if (results / f"{name}.jsonl").exists()]
+
+
+def _judged(results: Path) -> list[Judged]:
+    """Return the studies that have the runs of their gates."""
+    return [one for one in _with_results(results) if has_gate_runs(one)]
+
+
+def _networks(studies: list[Judged]) -> dict[str, list[Judged]]:
+    """Return the studies by their networks."""
+    found: dict[str, list[Judged]] = {}
+    for one in studies:
+        found.setdefault(one.gate.network, []).append(one)
+    return found
+
+
+def _otherwise(studies: list[Judged]) -> list[str]:
+    """Return a sentence on how many verdicts would be others by other scores, if there are verdicts."""
+    judgements = [judgement for one in studies if not one.failed for judgement in one.judgements]
+    judgements = [judgement for judgement in judgements if effects.kind(judgement.verdict)]
+    by = lambda score: sum(differs(judgement, score) for judgement in judgements)
+    accuracies = sum("accuracy" in judgement.verdicts for judgement in judgements)
+    if not judgements:
+        return []
+    return [
+        f"The studies have {len(judgements)} verdicts by the test loss. By the validation loss {by('validation loss')} "
+        f"of them are different. By the accuracy {by('accuracy')} of {accuracies} are different. The tables of the "
+        "studies have these verdicts."
+    ]
+
+
+def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
+    """Return the verdicts that are counted, by their network and their question, a key of `QUESTIONS`.
+
+    Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
+    counts. Random masks do not count: they are there to compare with.
+    """
+    found: dict[tuple[str, Hashable, str], Judgement] = {}
+    for one in studies:
+        for judgement in one.judgements:
+            claim = judgement.claim
+            if one.failed or claim.first.startswith("random") or not effects.kind(judgement.verdict):
+                continue
+            for question, (kind, second) in QUESTIONS.items():
+                if claim.kind == kind and claim.second.startswith(second):
+                    key = (one.gate.network, recipe_of(one.study, one.arms[claim.first].changes), question)
+                    if key not in found or judgement.seeds > found[key].seeds:
+                        found[key] = judgement
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for (network, _, question), judgement in found.items():
+        verdicts.setdefault((network, question), []).append(judgement.verdict)
+    return verdicts
+
+
+def _network(name: str, studies: list[Judged]) -> str:
+    """Return a paragraph on the studies of a network: their devices, gates and margin."""
+    count = "one study" if len(studies) == 1 else f"{len(studies)} studies"
+    failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in studies if one.failed)
+    passed = "It passes its gate" if len(studies) == 1 else "All pass their gate"
+    gate = studies[0].gate
+    margin = f"The margin is {gate.margin:g} {gate.unit}."
+    return f"**{name}**, {count}, {_devices(studies)}. {failed or passed}. {margin}{_scale(studies)}"
+
+
+def _spread(studies: list[Judged]) -> str:
+    """Return what dense training reaches in studies, as text: the lowest and the highest score."""
+    scores = sorted({dense(one) for one in studies} - {""})
+    return " to ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else ""
+
+
+def _devices(studies: list[Judged]) -> str:
+    """Return in words on what the runs of studies were made."""
+    devices = dict.fromkeys(line["devices"] for one in studies for line in one.lines)
+    return "run on " + " and ".join("a CPU" if name == "1 x cpu" else name for name in devices)
+
+
+def _scale(studies: list[Judged]) -> str:
+    """Return sentences on what a difference is worth: what narrower dense networks add to the loss."""
+    narrower = {}
+    for one in studies:
+        base = one.arms["dense"].flops
+        for name, effect in one.over_dense.items():
+            if name == methods.HALF or name.startswith("narrower dense"):
+                narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
+    shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
+    parts = [f"{more} with {share} of the FLOPs" for share, more in shown.items()]
+    return f" The loss of a narrower dense network minus that of dense is {' and '.join(parts)}." if parts else ""

@@ -18,9 +18,8 @@ from experiments import claims, command, config_files, evidence, members, record
 from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
-from experiments.report.compare_page import html_table
-from experiments.report.page import LOGO, document, notes_list
-from experiments.report.words import duration, safe
+from experiments.report.templates import fill
+from experiments.report.words import duration, markdown_table
 from experiments.studies import STUDIES, Claim, times
 from experiments.training import device, record
 
@@ -174,16 +173,16 @@ def notes(one: Judged, lines: list[dict]) -> list[str]:
 
 def render(one: Judged, method: str, remarks: list[str]) -> str:
     """Return the page of the comparison in HTML."""
-    header = f'<p class="over">{LOGO} nmjax · a method among others</p><h1>{safe(method)}</h1>{notes_list(remarks)}'
-    tables = [html_table(rows[0], rows[1:]) for rows in (evidence.claim_rows(one), evidence.arm_rows(one))]
-    pictures = "".join(f"<figure>{evidence.frontier(one, cost, YOURS)}</figure>" for cost in evidence.costs(one))
-    sections = [
-        ("claims", "Your method and the others", tables[0]),
-        ("frontier", "Against FLOPs, time and memory", pictures),
-        ("arms", "All arms", tables[1]),
-        ("words", "The words of the tables", notes_list([f"{term}: {text}" for term, text in evidence.LEGEND.items()])),
-    ]
-    return document(safe(method), header, sections)
+    return fill(
+        "frontier",
+        title=method,
+        explain=False,
+        remarks=remarks,
+        claims=evidence.claim_rows(one),
+        arms=evidence.arm_rows(one),
+        pictures=[evidence.frontier(one, cost, YOURS) for cost in evidence.costs(one)],
+        legend=[f"{term}: {text}" for term, text in evidence.LEGEND.items()],
+    )
 
 
 def run(method: str, config_file: str, count: int | None, workdir: Path | None) -> Path:
@@ -225,7 +224,7 @@ def run(method: str, config_file: str, count: int | None, workdir: Path | None) 
         done = len(found.arms[YOURS].losses)
         raise Failed(f"{done} of {count} runs finished, and a comparison needs two. The reports are in {workdir}.")
     remarks = notes(found, lines)
-    tables = [evidence.claims_table(found), evidence.arms_table(found)]
+    tables = [markdown_table(rows) for rows in (evidence.claim_rows(found), evidence.arm_rows(found))]
     replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.legend()]) + "\n")
     target = workdir / "frontier.html"
     replace(target, render(found, method, remarks))

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.report import compare, compare_page, read, render
-from experiments.report.page import LOGO, document, lasted, notes_list
 from experiments.report.runs import Run
-from experiments.report.words import markdown_table, safe
+from experiments.report.templates import fill
+from experiments.report.words import markdown_table, score
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gallery"
@@ -115,7 +115,7 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
       The path of index.html.
     """
     target.mkdir(parents=True, exist_ok=True)
-    sections = []
+    shown = []
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
         for name, run in runs.items():
@@ -123,11 +123,13 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
         links = {run.path: f"{name}.html" for name, run in runs.items()}
         noted = comparison._replace(notes=[*comparison.notes, NO_DIFFERENCE])
         replace(target / f"compare-{shelf.key}.html", compare_page.render(noted, links))
-        sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
-    sections.append(("not-run", "Config files that were not run", _not_run()))
-    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the config files</h1>{notes_list([ONE_RUN])}'
-    replace(target / "index.html", document("nmjax: the gallery", header, sections))
-    return target / "index.html"
+        shown.append({"key": shelf.key, "title": shelf.title, "rows": rows(runs, comparison)})
+        shown[-1]["remarks"] = comparison.notes
+    not_run = [(name, sentence(name)) for name in NOT_RUN]
+    words = {"one_run": ONE_RUN, "comparison": COMPARISON, "needs": NEEDS, "not_run": not_run}
+    index = target / "index.html"
+    replace(index, fill("gallery", title="nmjax: the gallery", explain=False, shelves=shown, **words))
+    return index
 
 
 def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> str:
@@ -141,11 +143,10 @@ def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> s
     parts = []
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
-        rows = [heads(comparison)]
-        for name, cells in zip(runs, table(runs, comparison), strict=True):
-            rows.append([f'<a href="{link}{name}.html">{name}</a>', *cells])
+        head, *others = rows(runs, comparison)
+        linked = [[f'<a href="{link}{name}.html">{name}</a>', *cells] for name, *cells in others]
         more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
-        parts += [f"## {shelf.title}", markdown_table(rows), more]
+        parts += [f"## {shelf.title}", markdown_table([head, *linked]), more]
     parts += ["## Config files that were not run", NEEDS, *(f"- `{name}`: {sentence(name)}" for name in NOT_RUN)]
     return "\n\n".join(parts) + "\n"
 
@@ -155,51 +156,25 @@ def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Compar
     runs = {name: read(source / name) for name in shelf.names}
     comparison = compare.compare(list(runs.values()))
     named = zip(comparison.rows, shelf.names, strict=True)
-    rows = [row._replace(name=name, difference=None) for row, name in named]  # there is one seed of each
-    return runs, comparison._replace(names=list(shelf.names), rows=rows)
+    alone = [row._replace(name=name, difference=None) for row, name in named]  # there is one seed of each
+    return runs, comparison._replace(names=list(shelf.names), rows=alone)
 
 
-def heads(comparison: compare.Comparison) -> list[str]:
-    """Return the head of a shelf's table."""
-    score = comparison.metric.replace("_", " ")
-    return ["config file", "what it is", score, "compared with", "effective FLOPs", "time"]
-
-
-def table(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
-    """Return the cells of a shelf's table, without the first column."""
-    rows = []
+def rows(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
+    """Return the rows of a shelf's table as texts; the first is its head."""
+    metric = comparison.metric
+    found = [["config file", "what it is", metric.replace("_", " "), "compared with", "effective FLOPs", "time"]]
     for row, (name, run) in zip(comparison.rows, runs.items(), strict=True):
         cost = "" if row.cost is None else f"{row.cost:.3f}"
         twin = run.about.get("comparison", "").partition("; ")[2]  # as in the run's report: several seeds of the twin
-        rows.append([sentence(name), comparison.say(row.mean), twin, cost, lasted(run)])
-    return rows
+        found.append([name, sentence(name), score(metric, row.mean), twin, cost, run.lasted])
+    return found
 
 
 def sentence(name: str) -> str:
     """Return the first sentence of a config file's docstring."""
     text = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
     return text.split("\n")[0].rstrip(".") + "."
-
-
-def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> str:
-    """Return a table of a shelf's runs, each with a link to its report."""
-    first, about, *rest = (safe(title) for title in heads(comparison))
-    titles = f'<th scope="col">{first}</th><th scope="col" class="words">{about}</th>'
-    titles += "".join(f'<th scope="col">{title}</th>' for title in rest)
-    body = ""
-    for name, (about, *cells) in zip(runs, table(runs, comparison), strict=True):
-        values = "".join(f"<td>{safe(cell)}</td>" for cell in cells)
-        link = f'<a href="{name}.html">{name}</a>'
-        body += f'<tr><th scope="row">{link}</th><td class="words">{safe(about)}</td>{values}</tr>'
-    rows = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
-    link = f'<p class="more"><a href="compare-{shelf.key}.html">{COMPARISON}</a></p>'
-    notes = notes_list(comparison.notes) if comparison.notes else ""
-    return f'<div class="scroll">{rows}</div>{link}{notes}'
-
-
-def _not_run() -> str:
-    items = "".join(f"<li><b>{name}</b>: {safe(sentence(name))}</li>" for name in NOT_RUN)
-    return f"<p>{NEEDS}</p><ul>{items}</ul>"
 
 
 def main(args: list[str] | None = None) -> int:

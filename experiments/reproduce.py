@@ -1,30 +1,45 @@
-"""Brings REPRODUCTION.md up to date: makes its tables and pictures from experiments/results/*.jsonl.
+"""Brings the pages with results up to date: makes their tables and pictures from experiments/results/*.jsonl.
 
     python -m experiments.reproduce
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its arms and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
-pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. All other
-text is written by hand.
+pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. A block
+that begins with several lines shows the claims that they ask for::
+
+    <!-- claims
+    Is S-STE as good as dense training?
+    methods_vit_cpu: S-STE.* is as good as dense
+    -->
+
+A line with a colon has a study, and a regular expression of its claims. Other lines are questions. All other text is
+written by hand, so it must say nothing that a verdict could overturn.
 """
 
 import argparse
 import datetime
+import os
 import re
 import sys
 from pathlib import Path
 
-from experiments import evidence, head
+from experiments import evidence
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.recorded import Study, read, seconds, study
-from experiments.report import dots
+from experiments.report import curves
 from experiments.report.words import duration
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
-HEAD = {"counts": head.counts, "claims": head.main_claims, "networks": head.networks}  # of all studies together
-BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+DOCS = ROOT.parent / "docs"
+PAGES = (PAGE, DOCS / "tutorials" / "which_method.md", DOCS / "explained" / "papers.md")
+ALL = {
+    "counts": evidence.counts,
+    "claims": evidence.main_claims,
+    "networks": evidence.networks,
+}  # of all studies together
+BLOCK = re.compile(r"<!-- (\w+) ?((?:\n[^\n]+)*?\n)?-->\n.*?<!-- end -->", re.DOTALL)
 
 
 # ---- a block ----
@@ -34,8 +49,8 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "recipe_vit_cpu", and its pictures as SVG by their names."""
     if name == "legend":
         return _text([evidence.legend()]), {}
-    if name in HEAD:
-        return _text([HEAD[name](results)]), {}
+    if name in ALL:
+        return _text([ALL[name](results)]), {}
     its_study = study(name)
     if not (results / f"{name}.jsonl").exists():
         return _text([f"Not run: `{its_study.command}`."]), {}
@@ -61,7 +76,7 @@ def _figure(name: str, its_study: Study, lines: list[dict]) -> tuple[str, dict[s
     finished = [line for line in lines if line["outcome"] == "finished"]
     lost = [line for line in lines if line["outcome"] != "finished"]
     table, drawings = its_study.module.figure(finished)
-    pictures = {f"{name}_{part}": dots.standalone(svg) for part, svg in drawings.items()}
+    pictures = {f"{name}_{part}": curves.standalone(svg) for part, svg in drawings.items()}
     parts = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawings]
     parts += ["", table, "", _source(its_study, lines)]
     parts += [f"\n`{line['run']}` {line['outcome']}. It is left out of the tables and pictures." for line in lost]
@@ -88,42 +103,53 @@ def _source(its_study: Study, lines: list[dict]) -> str:
     return text
 
 
-# ---- the page ----
+# ---- the pages ----
 
 
-def page(text: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
-    """Return the page with new blocks, and their pictures as SVG by their names."""
+def page(path: Path, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
+    """Return the text of a page with new blocks, and their pictures as SVG by their names."""
     pictures = {}
 
     def renew(match: re.Match) -> str:
-        table, drawings = block(match[1], results)
+        if match[2]:
+            table, drawings = _text([evidence.asked(match[2], results, lambda name: _section(name, path))]), {}
+        else:
+            table, drawings = block(match[1], results)
         pictures.update(drawings)
-        return f"<!-- {match[1]} -->\n{table}<!-- end -->"
+        return f"<!-- {match[1]}{match[2] or ' '}-->\n{table}<!-- end -->"
 
-    return BLOCK.sub(renew, text), pictures
+    return BLOCK.sub(renew, path.read_text()), pictures
+
+
+def _section(name: str, page: Path) -> str:
+    """Return the address of the section of a study from a page."""
+    before = PAGE.read_text().partition(f"<!-- {name} -->")[0]
+    heading = re.sub(r"[^\w -]", "", before.rpartition("\n## ")[2].partition("\n")[0])
+    return f"{'' if page == PAGE else os.path.relpath(PAGE, page.parent)}#{heading.lower().replace(' ', '-')}"
 
 
 def unplaced(text: str, results: Path = RESULTS) -> list[Path]:
     """Return the files of results that the page has no block for. Times and scores of twins need none."""
-    known = {*BLOCK.findall(text), "twins"}
+    known = {name for name, _ in BLOCK.findall(text)} | {"twins"}
     found = (path for path in sorted(results.glob("*.jsonl")) if not path.stem.startswith("times_"))
     return [path for path in found if path.stem not in known]
 
 
 def main(args: list[str] | None = None) -> int:
-    """Write the page and its pictures, and return the exit code."""
+    """Write the pages and their pictures, and return the exit code."""
     argparse.ArgumentParser("python -m experiments.reproduce", description=__doc__.split("\n")[0]).parse_args(args)
     try:
-        text, pictures = page(PAGE.read_text())
+        made = {path: page(path) for path in PAGES}
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
         return 2
-    for path in unplaced(text, RESULTS):
+    for path in unplaced(PAGE.read_text()):
         print(f"{path}: the page has no place for these results. Write <!-- {path.stem} --> and <!-- end --> there.")
-    for name, svg in pictures.items():
-        replace(RESULTS / f"{name}.svg", svg)
-    replace(PAGE, text)
-    print(f"{PAGE}: {', '.join(pictures)}")
+    for path, (text, pictures) in made.items():
+        for name, svg in pictures.items():
+            replace(RESULTS / f"{name}.svg", svg)
+        replace(path, text)
+        print(f"{path}: {', '.join(pictures)}".rstrip(": "))
     return 0
 
 

@@ -19,7 +19,7 @@ ROOMS = {
     ),
     "experiments": (
         "errors files config_files data scale report training load members collected sweep usage command studies bench "
-        "recorded claims evidence head frontier reproduce gallery"
+        "recorded claims evidence frontier reproduce gallery"
     ),
 }  # fmt: skip
 PLACES = {f"{package}.{room}": i for package, rooms in ROOMS.items() for i, room in enumerate(rooms.split())}

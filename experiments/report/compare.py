@@ -1,4 +1,4 @@
-"""Comparisons of runs. Runs that differ only in their seed are one line, with its spread."""
+"""Comparisons of runs, and their tables. Runs that differ only in their seed are one line, with its spread."""
 
 import json
 import math
@@ -9,14 +9,38 @@ from typing import Any, NamedTuple
 
 from experiments.errors import Mistake
 from experiments.files import lines
-from experiments.report.curves import BEYOND
 from experiments.report.page import flat
-from experiments.report.runs import Run, at_once, is_number, read, seconds
-from experiments.report.words import is_share, plus_minus, score
+from experiments.report.runs import BEYOND, Run, at_once, is_number, read
+from experiments.report.words import PLUS_MINUS, duration, large, markdown_table, plus_minus, score, visible
 
+NO_RUNS = (
+    "{} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. Name the --workdir of a "
+    "run, or a folder that holds some."
+)
 DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
 DEVICES_DIFFER = "The runs were made on different devices, so their times and their memory cannot be compared."
-MEMORY = ("device_memory", "process_memory")  # in lines of metrics; the first that a run has counts
+BASELINE = "The baseline is"
+TEST = "Scores are from the test split"
+VALIDATION = ". Columns named validation are from the validation split. Use those to choose a config"
+RELATIVE = {  # fields of rows that are shares of the baseline's: the titles of their columns
+    "cost": "effective FLOPs",
+    "steps_time": "time of all steps",
+    "temporary": "temporary memory",
+}
+SHARES = (
+    "Effective FLOPs, the time of all steps and the temporary memory of a step are shares of the baseline's. The time "
+    "is without compilation and evaluations."
+)
+DIFFERENCES = (
+    "A difference is the mean over the seeds that both configs have. If they share no seed, it is the difference of "
+    "the means, marked unpaired. 'May be chance' means that the 95 % interval of the difference, by Student's t, "
+    "contains 0. A difference without ± is of too few seeds to tell."
+)
+MEMORY = {  # in lines of metrics; the first that a run has counts
+    "device_memory": "Device memory is the most that was in use on a device at one time.",
+    "process_memory": "Process memory is the most that was in use by the process of the run at one time.",
+}
+SO_FAR = "If a process trains runs one after another, a later one shows at least the memory of those before it."
 
 
 class Group(NamedTuple):
@@ -25,30 +49,32 @@ class Group(NamedTuple):
     config: dict[str, Any]  # flat, without the seed
     runs: dict[int, Run]
 
+    @property
+    def finished(self) -> dict[int, Run]:
+        """The runs that came to their end."""
+        return {seed: run for seed, run in self.runs.items() if run.about.get("outcome") == "finished"}
+
     def values(self, metric: str) -> dict[int, float]:
         """Return the last figure of every finished run, by seed. Figures that are not finite are left out."""
-        figures = {seed: run.about.get("figures", {}).get(metric) for seed, run in self.runs.items() if finished(run)}
+        figures = {seed: run.about.get("figures", {}).get(metric) for seed, run in self.finished.items()}
         return {seed: value for seed, value in figures.items() if value is not None and abs(value) < BEYOND}
 
     @property
     def time(self) -> float | None:
         """The mean duration of the finished runs in seconds. Runs that were trained side by side share their time."""
-        ended = [run for run in self.runs.values() if finished(run)]
-        times = [took / at_once(run.about) for run in ended if (took := seconds(run)) is not None]
-        return statistics.fmean(times) if times else None
+        return _mean(run.seconds / at_once(run.about) for run in self.finished.values() if run.seconds is not None)[0]
 
     def measured(self, name: str) -> float | None:
         """Return the mean over finished runs of what a step takes: "step_seconds" or "step_bytes"."""
-        found = [run.about.get("measured", {}).get(name) for run in self.runs.values() if finished(run)]
-        known = [value for value in found if value is not None]
-        return statistics.fmean(known) if known else None
+        found = (run.about.get("measured", {}).get(name) for run in self.finished.values())
+        return _mean(value for value in found if value is not None)[0]
 
     @property
     def seconds(self) -> float | None:
         """The mean time of all steps of a finished run in seconds, without compilation and evaluations."""
-        abouts = [run.about for run in self.runs.values() if finished(run)]  # a run that stops early has fewer steps
+        abouts = [run.about for run in self.finished.values()]  # a run that stops early has fewer steps
         known = [about for about in abouts if "steps" in about and "step_seconds" in about.get("measured", {})]
-        return statistics.fmean(a["measured"]["step_seconds"] * a["steps"] for a in known) if known else None
+        return _mean(about["measured"]["step_seconds"] * about["steps"] for about in known)[0]
 
     def memory(self, kind: str) -> float | None:
         """Return the most bytes of a kind of memory in any line of any run; None if no line has it."""
@@ -58,17 +84,11 @@ class Group(NamedTuple):
     @property
     def cost(self) -> tuple[float, float] | None:
         """FLOPs of a whole run, dense and effective: the mean of the finished runs, or of all if none is finished."""
-        runs = [run for run in self.runs.values() if finished(run)] or list(self.runs.values())
-        known = [run.about for run in runs if "flops" in run.about and "steps" in run.about]
+        known = [run.about for run in (self.finished or self.runs).values() if {"flops", "steps"} <= run.about.keys()]
         if not known:
             return None
-        dense, effective = (statistics.fmean(a["flops"][i] * a["steps"] for a in known) for i in (0, 1))
+        dense, effective = (statistics.fmean(about["flops"][i] * about["steps"] for about in known) for i in (0, 1))
         return dense, effective
-
-
-def finished(run: Run) -> bool:
-    """Return whether a run came to its end."""
-    return run.about.get("outcome") == "finished"
 
 
 def groups(runs: list[Run]) -> list[Group]:
@@ -100,7 +120,7 @@ def began_with(run: Run) -> dict[str, str]:
 
 
 def folders(paths: list[Path]) -> list[Path]:
-    """Return the folders of runs. Each path is one, or holds some.
+    """Return the folders of runs. Each path is one, or holds some: these in the order of the sweep's results.
 
     Raises:
       Mistake: If a path is not the folder of a run or of runs.
@@ -111,26 +131,15 @@ def folders(paths: list[Path]) -> list[Path]:
         if (path / "run.json").exists():
             runs.append(path)
         elif inside:
-            runs += _ordered(path, inside)
+            try:
+                results = [line for line in lines(path / "results.jsonl") if isinstance(line, dict)]
+            except (UnicodeDecodeError, RecursionError):
+                results = []
+            named = dict.fromkeys(path / str(result.get("folder", result.get("run"))) for result in results)
+            runs += [p for p in named if p in inside] + [p for p in inside if p not in named]
         else:
-            raise Mistake(
-                f"{path} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. Name the "
-                "--workdir of a run, or a folder that holds some."
-            )
+            raise Mistake(NO_RUNS.format(path))
     return runs
-
-
-def _ordered(path: Path, inside: list[Path]) -> list[Path]:
-    """Return the runs of a sweep in the order of its results as far as they can be read, then the others."""
-    try:
-        results = [line for line in lines(path / "results.jsonl") if isinstance(line, dict)]
-    except (UnicodeDecodeError, RecursionError):
-        results = []
-    named = list(dict.fromkeys(path / str(result.get("folder", result.get("run"))) for result in results))
-    return [p for p in named if p in inside] + [p for p in inside if p not in named]
-
-
-# ---- the table ----
 
 
 class Row(NamedTuple):
@@ -166,19 +175,6 @@ class Comparison(NamedTuple):
     why: str  # what makes it the baseline
     notes: list[str]
 
-    @property
-    def shares(self) -> bool:
-        """True if the metric is a share of 1, which is shown in percent."""
-        return is_share(self.metric)
-
-    def say(self, value: float | None, signed: bool = False) -> str:
-        """Return a figure as text: a share in percent, a signed share in points without a unit."""
-        return score(self.metric, value, signed)
-
-    def plus_minus(self, error: float | None) -> str:
-        """Return an error as it stands behind its figure: " ± 2.00"."""
-        return plus_minus(self.metric, error)
-
 
 def compare(runs: list[Run], baseline: str = "") -> Comparison:
     """Return the comparison of runs with a baseline.
@@ -199,25 +195,30 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     if len(kinds) > 1:
         raise Mistake("some of these runs are judged by accuracy and some by loss. Compare them separately.")
     kind = kinds.pop()
-    scores = [figures for run in runs if finished(run) and (figures := run.about.get("figures"))]
-    scores = scores or [run.metrics["eval"][-1] for run in runs if run.metrics.get("eval")]
-    hardened = bool(scores) and all(f"hardened_{kind}" in of for of in scores)
-    metric = f"hardened_{kind}" if hardened else kind
+    figures = [run.about.get("figures", {}) for group in by_config for run in group.finished.values()]
+    scores = list(filter(None, figures)) or [run.metrics["eval"][-1] for run in runs if run.metrics.get("eval")]
+    metric = judged_by(kind, scores)
     base, why = (names.index(baseline), "from --baseline") if baseline else _baseline(by_config, metric)
     wanted = sorted({seed for group in by_config for seed in group.runs})
-    others = _shared([run for run in runs if finished(run)], metric)
+    others = [name for name in figures[0] if name != metric and all(name in f for f in figures)] if figures else []
     memory = next((kind for kind in MEMORY if any(group.memory(kind) for group in by_config)), "")
     rows = [
-        _row(group, name, by_config[base], metric, others, wanted)._replace(memory=group.memory(memory))
+        _row(group, name, by_config[base], metric, others, wanted, memory)
         for group, name in zip(by_config, names, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    named, read_by = ({of(run) for run in runs} - {""} for of in (lambda run: data_of(run.config), _checksum))
-    if len(named) > 1 or len(read_by) > 1:
+    named = {data_of(run.config) for run in runs} - {""}
+    checksums = {str(run.about.get("data") or "") for run in runs} - {""}
+    if len(named) > 1 or len(checksums) > 1:
         notes.insert(0, DATA_DIFFER)
     if len({devices for run in runs if (devices := dict(run.about.get("header", ())).get("devices"))}) > 1:
         notes.insert(0, DEVICES_DIFFER)
     return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
+
+
+def judged_by(metric: str, scores: list[dict[str, Any]]) -> str:
+    """Return the metric by which runs with some scores are compared: of hardened weights, if all have it."""
+    return f"hardened_{metric}" if scores and all(f"hardened_{metric}" in of for of in scores) else metric
 
 
 def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:
@@ -236,19 +237,8 @@ def data_of(config: dict[str, Any]) -> str:
     return ", ".join(str(part) for part in parts if part and part != "bytes")
 
 
-def _checksum(run: Run) -> str:
-    """Return the checksum of the data that a run read, or "" if its run.json has none."""
-    return str(run.about.get("data") or "")
-
-
-def _shared(runs: list[Run], metric: str) -> list[str]:
-    """Return the scores that all runs have, without the metric that they are compared by."""
-    figures = [run.about.get("figures", {}) for run in runs]
-    return [name for name in figures[0] if name != metric and all(name in f for f in figures)] if figures else []
-
-
 def _mean(values: Iterable[float]) -> tuple[float | None, float | None]:
-    """Return the mean of values over seeds, and its standard error; None where there are too few values."""
+    """Return the mean of values, and its standard error; None where there are too few values."""
     values = list(values)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return (statistics.fmean(values) if values else None), error
@@ -266,9 +256,8 @@ def _baseline(by_config: list[Group], metric: str) -> tuple[int, str]:
     scored = [n for n in dense if by_config[n].values(metric)]
     if not scored:
         return dense[0], "the first dense config, because none has a score yet"
-    validated = all(by_config[n].values(f"validation_{metric}") for n in scored)
     name, why = f"validation_{metric}", "it has the best validation score of the dense configs"
-    if not validated:
+    if not all(by_config[n].values(name) for n in scored):
         name = metric
         why = "it has the best test score of the dense configs, and some of these have no validation score"
     means = {n: statistics.fmean(by_config[n].values(name).values()) for n in scored}
@@ -298,7 +287,9 @@ def _names(by_config: list[Group]) -> list[str]:
     return [", ".join(parts) or "the rest" for parts in labels(configs)]
 
 
-def _row(group: Group, name: str, base: Group, metric: str, others: list[str], seeds: list[int]) -> Row:
+def _row(
+    group: Group, name: str, base: Group, metric: str, others: list[str], seeds: list[int], memory: str
+) -> Row:  # fmt: skip
     values, base_values = group.values(metric), base.values(metric)
     gaps = [values[seed] - base_values[seed] for seed in values if seed in base_values] if group is not base else []
     difference, error = _mean(gaps)
@@ -313,12 +304,10 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
             spread = sum(share**2 / (len(v) - 1) for share, v in zip(shares, both, strict=True))
             freedom = sum(shares) ** 2 / spread if spread else 1.0  # of Welch's test
     mean, mean_error = _mean(values.values())
-    outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
-    marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
-    marks += [
-        f"seed {seed} without a score" for seed in outcomes if outcomes[seed] == "finished" and seed not in values
-    ]
-    marks += [f"seed {seed} missing" for seed in seeds if seed not in outcomes]
+    marks = [f"seed {seed} {run.outcome}" for seed, run in group.runs.items() if seed not in group.finished]
+    marks += [f"seed {seed} without a score" for seed in group.finished if seed not in values]
+    marks += [f"seed {seed} missing" for seed in seeds if seed not in group.runs]
+    ratio = lambda value, of: value / of if value is not None and of else None
     return Row(
         name,
         mean=mean,
@@ -328,18 +317,14 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         error=error,
         apart=_apart(difference, error, freedom),
         paired=bool(gaps),
-        cost=_ratio(group.cost and group.cost[1], base.cost and base.cost[1]),
-        steps_time=_ratio(group.seconds, base.seconds),
-        temporary=_ratio(group.measured("step_bytes"), base.measured("step_bytes")),
+        cost=ratio(group.cost and group.cost[1], base.cost and base.cost[1]),
+        steps_time=ratio(group.seconds, base.seconds),
+        temporary=ratio(group.measured("step_bytes"), base.measured("step_bytes")),
         time=group.time,
-        memory=None,
+        memory=group.memory(memory),
         others={other: _mean(group.values(other).values()) for other in others},
         marks=", ".join(marks),
     )
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
 
 
 def _apart(difference: float | None, error: float | None, freedom: float) -> bool | None:
@@ -352,3 +337,47 @@ def _apart(difference: float | None, error: float | None, freedom: float) -> boo
     if difference is None or error is None or error <= 1e-9 * abs(difference):
         return None
     return abs(difference) > float(stdtrit(freedom, 0.975)) * error
+
+
+# ---- the table ----
+
+
+def legend(comparison: Comparison) -> str:
+    """Return an explanation of the numbers in the table."""
+    base = f"{BASELINE} {comparison.names[comparison.base]}: {comparison.why}."
+    validated = any(name.startswith("validation_") for name in comparison.others)
+    splits = f"{TEST}{VALIDATION if validated else ''}."
+    memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []
+    return " ".join([splits, base, PLUS_MINUS, DIFFERENCES, SHARES, *memory])
+
+
+def table(comparison: Comparison) -> list[list[str]]:
+    """Return the rows of the table as texts; the first is its head. A column of costs that no row has is left out."""
+    known = lambda name: name == "cost" or any(getattr(row, name) is not None for row in comparison.rows)
+    relative = {name: title for name, title in RELATIVE.items() if known(name)}
+    first, *others = (name.replace("_", " ") for name in (comparison.metric, *comparison.others))
+    memory = [comparison.memory.replace("_", " ")] if comparison.memory else []
+    costs = [*relative.values(), "time of a run", *memory]
+    rows = [["config", first, "seeds", "difference to the baseline", *costs, *others, ""]]
+    for number, row in enumerate(comparison.rows):
+        difference = "the baseline"
+        if number != comparison.base:
+            difference = score(comparison.metric, row.difference, signed=True) + plus_minus(
+                comparison.metric, row.error
+            )
+            difference += ", unpaired" if row.difference is not None and not row.paired else ""
+            difference += ", may be chance" if row.apart is False else ""
+        mean = score(comparison.metric, row.mean) + plus_minus(comparison.metric, row.mean_error)
+        means = [score(name, value) + plus_minus(name, error) for name, (value, error) in row.others.items()]
+        shares = [getattr(row, name) for name in relative]
+        costs = ["" if share is None else f"{share:.3f}" for share in shares]
+        costs.append("" if row.time is None else duration(row.time))
+        costs += ["" if row.memory is None else f"{large(row.memory)}B"] if comparison.memory else []
+        rows.append([row.name, mean, row.seeds, difference, *costs, *means, row.marks])
+    return rows
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the table as Markdown."""
+    parts = [markdown_table(table(comparison)), legend(comparison), *comparison.notes]
+    return visible("\n\n".join(parts) + "\n")

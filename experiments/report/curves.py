@@ -1,20 +1,24 @@
-"""Curves as SVG elements of a page. matplotlib draws them; the page's style sheet sets their colours and fonts."""
+"""Curves and points as SVG elements of a page. matplotlib draws them; the page's style sheet sets colours and fonts."""
 
 import io
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
+from markupsafe import Markup
 
-from experiments.report.words import number, short, visible
+from experiments.report.runs import BEYOND
+from experiments.report.templates import FOLDER
+from experiments.report.words import large, number, short, visible
 
 WIDTH, HEIGHT, LETTER, LINE = 460, 250, 6.3, 13.5  # in units of the drawing; a letter's width and a line's height too
 COLOURS = ("ink", "muted", "rule", "bad", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7")  # variables of page.css
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 STEPS = (1, 2, 2.5, 5, 10)  # of an axis
-BEYOND = 1e100  # float32 ends at 3e38: a larger value was infinite
+Say = Callable[[float], str]  # writes a value at an axis
 
 
 class Curve(NamedTuple):
@@ -41,6 +45,19 @@ class Curve(NamedTuple):
         return np.abs(np.nan_to_num(self.values, nan=np.inf)) < BEYOND
 
 
+class Point(NamedTuple):
+    """A value that is reached at a cost."""
+
+    name: str
+    cost: float
+    value: float
+    error: float | None = None
+    colour: str = "s0"
+
+
+# ---- what is drawn ----
+
+
 def thinned(curve: Curve, limit: int = 500) -> Curve:
     """Return a curve of at most about ``limit`` points.
 
@@ -55,8 +72,7 @@ def thinned(curve: Curve, limit: int = 500) -> Curve:
     least, most = (np.argmax(np.nan_to_num(side, nan=-np.inf), 1) for side in (-bins, bins))
     bad = np.flatnonzero(~curve.finite)
     first_bad = bad[np.unique(bad // width, return_index=True)[1]]
-    keep = [[0, count - 1], starts + least, starts + most, first_bad]
-    kept = np.unique(np.concatenate(keep))
+    kept = np.unique(np.concatenate([[0, count - 1], starts + least, starts + most, first_bad]))
     return curve._replace(steps=curve.steps[kept], values=curve.values[kept])
 
 
@@ -70,42 +86,41 @@ def smoothed(curve: Curve, bins: int = 50) -> list[Curve]:
     return [curve._replace(width=0.7, opacity=0.4, label=""), curve._replace(steps=steps, values=means)]
 
 
-def mean(curves: list[Curve], **style: Any) -> Curve:
-    """Return the mean of the finite values at every step. It is NaN at a step without any."""
+def banded(curves: list[Curve], name: str = "mean", **style: Any) -> Curve:
+    """Return the mean of the finite values at every step, with a band from the least to the largest.
+
+    It is NaN at a step without any.
+    """
     steps = np.unique(np.concatenate([c.steps for c in curves]))
-    total, count = np.zeros(len(steps)), np.zeros(len(steps))
-    for c in curves:
-        at = np.searchsorted(steps, c.steps[c.finite])
-        total[at] += c.values[c.finite]
-        count[at] += 1
-    return Curve("mean", steps, np.where(count > 0, total / np.maximum(count, 1), np.nan), **style)
+    table = np.full((len(curves), len(steps)), np.nan)
+    for row, c in zip(table, curves, strict=True):
+        row[np.searchsorted(steps, c.steps[c.finite])] = c.values[c.finite]
+    known = np.ma.masked_invalid(table)
+    middle, low, high = (of(0).filled(np.nan) for of in (known.mean, known.min, known.max))
+    return Curve(name, steps, middle, band=(low, high), **style)
 
 
-def banded(curves: list[Curve], name: str, **style: Any) -> Curve:
-    """Return the mean of some curves, with a band from the least value to the largest."""
-    line = mean(curves, **style)._replace(name=name)
-    low, high = [], []
-    for step in line.steps:
-        values = [c.values[c.steps == step][0] for c in curves if (c.finite & (c.steps == step)).any()]
-        low.append(min(values, default=np.nan))
-        high.append(max(values, default=np.nan))
-    return line._replace(band=(np.array(low), np.array(high)))
+def unbeaten(points: Sequence[tuple[float, float]], best: Callable = max) -> list[int]:
+    """Return the numbers of the points (cost, value) that no other beats, by rising cost.
+
+    A point beats another one if it costs no more and is no worse, and differs in one of them.
+    """
+    sign = 1 if best is max else -1
+    edge: list[int] = []
+    for n in sorted(range(len(points)), key=lambda n: (points[n][0], -sign * points[n][1])):
+        if not edge or sign * points[n][1] > sign * points[edge[-1]][1] or points[n] == points[edge[-1]]:
+            edge.append(n)
+    return edge
+
+
+# ---- pictures ----
 
 
 def draw(
-    name: str,
-    curves: list[Curve],
-    *,
-    alt: str,
-    until: float = 0,
-    say: Callable[[float], str] = number,
-    say_step: Callable[[float], str] = number,
-    log: bool = False,
-    bounds: tuple[float, ...] = (),
-    ring: tuple[float, float, str] | None = None,
-    along: str = "step",
-    since: float = 0,
-) -> str:
+    name: str, curves: list[Curve], *, alt: str, until: float = 0, say: Say = number, say_step: Say = number,
+    log: bool = False, bounds: tuple[float, ...] = (), ring: tuple[float, float, str] | None = None,
+    along: str = "step", since: float = 0,
+) -> Markup:  # fmt: skip
     """Return an SVG element with curves over steps.
 
     Args:
@@ -121,40 +136,184 @@ def draw(
       along: The title of the axis of steps.
       since: The first step of the axis.
     """
-    import matplotlib.style  # here because it is slow, and a launch does not need it
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     margin = min(LETTER * max(len(c.shown) for c in curves) + 12, 130)
     left, right, bottom, top = 52, WIDTH - max(margin, 46), 26, HEIGHT - 8
     bands = [edge[np.isfinite(edge)] for c in curves if c.band is not None for edge in c.band]
     finite = np.concatenate([c.values[c.finite] for c in curves] + bands + [np.array(bounds)])
-    with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
-        place = (left / WIDTH, bottom / HEIGHT, (right - left) / WIDTH, (top - bottom) / HEIGHT)
-        axes = plain_axes(figure, place, grid="y")
+
+    def paint(axes: Any, locate: Any) -> list[_Text]:
         for n, c in enumerate(curves):
             _plot(axes, c, f"curve{n}")
         if ring:
             style = {"markerfacecolor": "none", "markeredgecolor": hex_of(ring[2]), "clip_on": False}
             axes.plot(*ring[:2], "o", markersize=8, markeredgewidth=1.3, **style)
-        _mark_broken(axes, curves)
+        broken = np.unique(np.concatenate([c.steps[~c.finite] for c in curves]))  # a cross on the axis at each
+        style = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
+        axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **style)
         _scale(axes, finite, log, bounds)
         axes.set_xlim(since, max([until, 1, *(c.steps.max() for c in curves)]))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: say_step(x)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
+        axes.xaxis.set_major_locator(locate(6, integer=True, steps=STEPS))
         axes.minorticks_off()
         places = _label_places(axes, curves, bottom, top)
-        for n, (c, y) in enumerate(places):
-            style = {"color": hex_of(c.colour), "transform": None, "va": "center_baseline"}
-            axes.text(right + 7, y, f"@{n}@", **style)  # a placeholder: matplotlib could read the label as TeX
-        axes.text(right + 18, bottom - 13, along, color=hex_of("muted"), transform=None)
-        svg = svg_of(figure)
-    return inline(svg, alt, [c.shown for c, _ in places], [c.name for c in curves])
+        texts = [_Text(c.shown, right + 7, y, c.colour, {"va": "center_baseline"}) for c, y in places]
+        return [*texts, _Text(along, right + 18, bottom - 13, "muted", {})]
+
+    box = (left, bottom, right - left, top - bottom)
+    return _picture(name, (WIDTH, HEIGHT), box, paint, (say_step, say), alt, [c.name for c in curves])
 
 
-def _plot(axes, curve: Curve, key: str) -> None:
+def frontier(
+    name: str, points: list[Point], lines: list[list[Point]], *, alt: str, along: str, up: str, keys: dict[str, str],
+    say: Say, best: Callable = max,
+) -> Markup:  # fmt: skip
+    """Return an SVG element with values by their costs. A dashed line joins the points that no other point beats.
+
+    Args:
+      name: A name of the picture that is unique on its page.
+      points: The points, each with its name beside it.
+      lines: Points of other kinds, joined by a line for each kind, without names. The one with the highest cost may
+        also be on the dashed line.
+      alt: The description for readers who do not see the picture.
+      along: The title of the axis of costs.
+      up: The title of the axis of values.
+      keys: The colours' meanings, shown in a row above.
+      say: Writes a value at the axis.
+      best: ``max`` if a higher value is better, else ``min``.
+    """
+    width, height, left, bottom, top = 760, 470, 52, 44, 58
+    joined = [p for line in lines for p in line]
+    known = [*points, *joined]
+    edge = [*points, *sorted(joined, key=lambda p: p.cost)[-1:]]
+    edge = [edge[n] for n in unbeaten([(p.cost, p.value) for p in edge], best)]
+
+    def paint(axes: Any, locate: Any) -> list[_Text]:
+        axes.axhline(0, color=hex_of("muted"), linewidth=1)
+        for line, colour, dash in ((edge, "muted", (0, (4, 3))), *((line, line[-1].colour, "-") for line in lines)):
+            ends = sorted((p.cost, p.value) for p in line)
+            axes.plot(*zip(*ends, strict=True), color=hex_of(colour), linewidth=1, linestyle=dash)
+        low, high = (end(p.cost for p in known) for end in (min, max))
+        axes.set_xlim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
+        shown = _apart(points, 0.011 * (high - low or 1))
+        for p in [*joined, *shown]:
+            axes.errorbar(
+                p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=4 if p in joined else 7,
+                elinewidth=1.4, capsize=0, markeredgewidth=0,
+            )  # fmt: skip
+        axes.xaxis.set_major_locator(locate(6))
+        axes.set_ylim(axes.get_ylim())  # fixed now: matplotlib would compute them later, after the names are placed
+        texts = [_beside(p.name, x, y, p.colour, how) for p, x, y, how in _places(axes, shown, joined)]
+        texts.append(_beside(along, left + (width - left - 20) / 2, 12))
+        texts.append(_beside(up, 8, height - 12, "muted", "left"))
+        start = left
+        for key, colour in keys.items():
+            texts.append(_beside(f"● {key}", start, height - 36, colour, "left"))
+            start += LETTER * (len(key) + 2) + 18
+        return texts
+
+    box = (left, bottom, width - left - 20, height - bottom - top)
+    return _picture(name, (width, height), box, paint, (lambda x: f"{x:.6g}", say), alt, [])
+
+
+def cloud(
+    name: str, points: list[Point], edge: list[Point], *, alt: str, along: str, say: Say, best: Callable = max
+) -> Markup:
+    """Return an SVG element that plots many values by their costs. A dashed line joins those that no other value beats.
+
+    Args:
+      name: A name of the picture that is unique on its page.
+      points: The points that others beat. Their names appear when a reader points at them.
+      edge: The others by rising cost. They are numbered from 1. There is at least one.
+      alt: The description for readers who do not see the picture.
+      along: The title of the axis of costs.
+      say: Writes a value at the axis.
+      best: ``max`` if a higher value is better, else ``min``.
+    """
+    width, height, left, bottom = 560, 340, 56, 42
+    known, up = [*points, *edge], 1 if best is max else -1
+
+    def paint(axes: Any, locate: Any) -> list[_Text]:
+        from matplotlib.ticker import LogLocator
+
+        looks = {"clip_on": False, "markeredgewidth": 0}
+        others, ends = ([(p.cost, p.value) for p in part] for part in (points, edge))
+        style = {"color": hex_of("muted"), "alpha": 0.5, "markersize": 4.5}
+        axes.plot(*zip(*others, strict=True) if others else ([], []), "o", gid="dots0", **style, **looks)
+        style = {"color": hex_of("s1"), "linewidth": 1, "markersize": 7}
+        axes.plot(*zip(*ends, strict=True), "--o", gid="dots1", **style, **looks)
+        if max(p.cost for p in known) > 30 * min(p.cost for p in known):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        else:
+            axes.xaxis.set_major_locator(locate(6))
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(locate(6))
+        axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # fixed now, before the numbers are placed
+        texts, free = [_beside(along, left + (width - left) / 2, 9)], -math.inf
+        for place, (x, y) in enumerate(axes.transData.transform(ends).tolist(), 1):
+            if x - free > 13:  # else the numbers would overlap
+                texts.append(_beside(str(place), x - 8, y + 9 * up, "s1"))
+                free = x
+        return texts
+
+    box = (left, bottom, width - left - 14, height - bottom - 18)
+    return _picture(name, (width, height), box, paint, (large, say), alt, [p.name for p in known])
+
+
+class _Text(NamedTuple):
+    """A text of a picture, in units of the drawing."""
+
+    text: str
+    x: float
+    y: float
+    colour: str
+    style: dict[str, Any]
+
+
+def _beside(text: str, x: float, y: float, colour: str = "muted", alignment: str = "center") -> _Text:
+    return _Text(text, x, y, colour, {"va": "center_baseline", "ha": alignment})
+
+
+def _picture(
+    name: str, size: tuple[float, float], box: tuple[float, ...], paint: Callable[[Any, Any], list[_Text]],
+    says: tuple[Say, Say], alt: str, titles: list[str],
+) -> Markup:  # fmt: skip
+    """Return an SVG element with transparent axes, a line below them and horizontal grid lines.
+
+    Args:
+      name: A name of the picture that is unique on its page.
+      size: Its width and height.
+      box: Left, bottom, width and height of the axes.
+      paint: Draws into the axes, given a class of locators of ticks too, and returns the texts.
+      says: Write a cost and a value at the axes.
+      alt: The description for readers who do not see the picture.
+      titles: The texts that appear when a reader points at the curves or marks.
+    """
+    import matplotlib.style  # here because it is slow, and a launch does not need it
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    (width, height), out = size, io.StringIO()
+    with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        figure.patch.set_visible(False)
+        axes = figure.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height))
+        axes.patch.set_visible(False)
+        axes.spines[["left", "top", "right"]].set_visible(False)
+        axes.spines["bottom"].set(color=hex_of("muted"), linewidth=0.7)
+        axes.tick_params(length=0, pad=5, labelcolor=hex_of("muted"))
+        axes.grid(axis="y", color=hex_of("rule"), linewidth=0.7)
+        axes.set_axisbelow(True)
+        texts = paint(axes, MaxNLocator)
+        for axis, say in zip((axes.xaxis, axes.yaxis), says, strict=True):
+            axis.set_major_formatter(FuncFormatter(lambda value, _, say=say: say(value)))
+        for n, text in enumerate(texts):  # placeholders: matplotlib could read a text as TeX
+            axes.text(text.x, text.y, f"@{n}@", color=hex_of(text.colour), transform=None, **text.style)
+        # without the date and other facts that would change from day to day
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _inline(out.getvalue(), alt, [text.text for text in texts], titles)
+
+
+def _plot(axes: Any, curve: Curve, key: str) -> None:
     """Draw a curve with its band. A finite value without a finite neighbour is a dot."""
     colour = hex_of(curve.colour)
     style = {"color": colour, "alpha": curve.opacity, "clip_on": False, "solid_capstyle": "round"}
@@ -168,40 +327,7 @@ def _plot(axes, curve: Curve, key: str) -> None:
         axes.plot(curve.steps[alone], curve.values[alone], "o", markersize=size, markeredgewidth=0, **style)
 
 
-def _mark_broken(axes, curves: list[Curve]) -> None:
-    """Draw a cross on the axis at each step where a value is not finite."""
-    broken = np.unique(np.concatenate([c.steps[~c.finite] for c in curves]))
-    style = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
-    axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **style)
-
-
-def svg_of(figure: Any) -> str:
-    """Return a matplotlib figure as SVG, without the date and other facts that would change from day to day."""
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return out.getvalue()
-
-
-def plain_axes(figure: Any, place: tuple[float, ...], grid: str) -> Any:
-    """Add transparent axes to a matplotlib figure, with a line below, and return them.
-
-    Args:
-      figure: The figure.
-      place: Left, bottom, width and height, in shares of the figure.
-      grid: The axis that has grid lines, "x" or "y".
-    """
-    figure.patch.set_visible(False)
-    axes = figure.add_axes(place)
-    axes.patch.set_visible(False)
-    axes.spines[["left", "top", "right"]].set_visible(False)
-    axes.spines["bottom"].set(color=hex_of("muted"), linewidth=0.7)
-    axes.tick_params(length=0, pad=5, labelcolor=hex_of("muted"))
-    axes.grid(axis=grid, color=hex_of("rule"), linewidth=0.7)
-    axes.set_axisbelow(True)
-    return axes
-
-
-def _scale(axes, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> None:
+def _scale(axes: Any, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> None:
     """Set the limits of the axis of values. With ``log`` it is logarithmic if the values span decades."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -224,12 +350,13 @@ def _scale(axes, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> No
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
 
 
-def _label_places(axes, curves: list[Curve], bottom: float, top: float) -> list[tuple[Curve, float]]:
+# ---- where names are written ----
+
+
+def _label_places(axes: Any, curves: list[Curve], bottom: float, top: float) -> list[tuple[Curve, float]]:
     """Return the labelled curves from the lowest up, each with the height of its label. Labels do not overlap."""
-    ends = []
-    for c in (c for c in curves if c.shown and c.finite.any()):
-        last = c.values[c.finite][-1]
-        ends.append((axes.transData.transform((0, last))[1], c))
+    labelled = [c for c in curves if c.shown and c.finite.any()]
+    ends = [(axes.transData.transform((0, c.values[c.finite][-1]))[1], c) for c in labelled]
     ends.sort(key=lambda end: end[0])
     heights = np.array([y for y, _ in ends])
     for _ in range(100):  # neighbours push each other apart, by half of what is missing
@@ -239,12 +366,52 @@ def _label_places(axes, curves: list[Curve], bottom: float, top: float) -> list[
     return [(c, y) for (_, c), y in zip(ends, heights.tolist(), strict=True)]
 
 
+def _apart(points: list[Point], step: float) -> list[Point]:
+    """Return the points, those of one cost moved side by side, so that their error bars do not overlap."""
+    alike = [[n for n, q in enumerate(points) if abs(q.cost - p.cost) < step / 2] for p in points]
+    shifts = [step * (near.index(n) - (len(near) - 1) / 2) for n, near in enumerate(alike)]
+    return [p._replace(cost=p.cost + shift) for p, shift in zip(points, shifts, strict=True)]
+
+
+def _places(axes: Any, points: list[Point], line: list[Point]) -> list[tuple[Point, float, float, str]]:
+    """Return where each name is written, near its point and away from others: (point, x, y, alignment)."""
+    box, to = axes.get_window_extent(), axes.transData.transform
+    zero = to((0.0, 0.0))[1]
+    obstacles = [
+        (box.x0, box.x1, zero - 1, zero + 1, 2.0)
+    ]  # left, right, bottom, top, and how bad it is to write there
+    for p in [*points, *line]:
+        (x, y), (_, low), (_, high) = (to((p.cost, p.value + off)) for off in (0.0, -(p.error or 0), p.error or 0))
+        obstacles += [(x - 5, x + 5, y - 5, y + 5, 9.0), (x - 1, x + 1, low, high, 3.0)]
+    places = []
+    for p in points:
+        (x, y), length = to((p.cost, p.value)), LETTER * len(p.name)
+
+        def price(place: tuple[float, float], x=x, y=y, length=length) -> float:
+            start, at = place
+            on = lambda left, right, low, high: (
+                left < start + length and start < right and low < at + 6 and at - 6 < high
+            )
+            outside = start < box.x0 or start + length > box.x1 + 18 or not box.y0 + 6 < at < box.y1 + 6
+            total = sum(bad for *corners, bad in obstacles if on(*corners))
+            return total + 0.12 * abs(at - y) + 0.5 * (start < x) + 50 * outside
+
+        starts = [(start, y + up) for start in (x + 9, x - 9 - length) for up in range(-60, 61, 2)]
+        start, height = min(starts, key=price)
+        obstacles.append((start, start + length, height - 6, height + 6, 30.0))
+        places.append((p, start, height, "left") if start > x else (p, start + length, height, "right"))
+    return places
+
+
+# ---- as elements of a page ----
+
+
 def hex_of(colour: str) -> str:
-    """Return the placeholder of a colour, which `inline` replaces by the page's variable."""
+    """Return the placeholder of a colour, which `_inline` replaces by the page's variable."""
     return f"#0000{COLOURS.index(colour) + 1:02x}"
 
 
-def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
+def _inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> Markup:
     """Return matplotlib's file as an element of a page, with the page's colours.
 
     Args:
@@ -274,7 +441,7 @@ def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
             for mark in [mark for mark in element.iter() if mark.tag.endswith("use")]:
                 ElementTree.SubElement(mark, "title").text = visible(next(of_dots))
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(alt)}
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _tidy(attribute: str, value: str) -> str:
@@ -285,3 +452,17 @@ def _tidy(attribute: str, value: str) -> str:
         value = "; ".join(part for part in re.split(r";\s*", value) if not part.startswith("font"))
         return re.sub(r"#0000([0-9a-f]{2})", lambda c: f"var(--{COLOURS[int(c[1], 16) - 1]})", value)
     return value
+
+
+def standalone(svg: str) -> str:
+    """Return a drawing as the text of its own file, with the colours of light and of dark pages.
+
+    It paints its own ground: the page around it may be dark when the reader's system is light.
+    """
+    bright, _, rest = (FOLDER / "page.css").read_text(encoding="utf-8").partition("@media")
+    schemes = (bright, rest.partition("* {")[0])
+    light, dark = (" ".join(re.findall(r"--(?!sans|serif|mono)\w+: #\w+;", part)) for part in schemes)
+    style = f"svg{{{light} background: var(--paper)}}text{{font:11px system-ui,sans-serif}}"
+    style += f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    svg = str(svg).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return svg.replace(">", f"><style>{style}</style>", 1)

@@ -39,7 +39,9 @@ class Effect(NamedTuple):
         >>> round(low, 3), round(high, 3)
         (-0.114, 2.114)
         """
-        half = _quantile(self.degrees_of_freedom, 0.975) * self.standard_error
+        from scipy.special import stdtrit  # here because it is slow, and a launch does not need it
+
+        half = float(stdtrit(self.degrees_of_freedom, 0.975)) * self.standard_error
         return self.difference - half, self.difference + half
 
 
@@ -174,12 +176,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
     """
-    order = sorted(range(len(ps)), key=ps.__getitem__)
-    adjusted, largest = [1.0] * len(ps), 0.0
-    for rank, at in enumerate(order):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[at]))
-        adjusted[at] = largest
-    return adjusted
+    order = np.argsort(ps, kind="stable")
+    factors = len(ps) - np.arange(len(ps))
+    adjusted = np.empty(len(ps))
+    adjusted[order] = np.maximum.accumulate(np.minimum(factors * np.asarray(ps, float)[order], 1.0))
+    return adjusted.tolist()
 
 
 # ---- verdicts ----
@@ -210,56 +211,26 @@ def kind(verdict: str) -> str:
     return next((name for name, start in KINDS.items() if verdict.startswith(start)), "")
 
 
-def verdict_better(effect: Effect, margin: float) -> str:
-    """Return the verdict on the claim that the first method is better. Larger results are better.
+def verdict(claim: str, effect: Effect, margin: float) -> str:
+    """Return the verdict on a claim. Larger results are better.
 
     Args:
-      effect: The difference. Its p-value tests 0.
+      claim: "better than": the first method is better. "as good as": it is not worse by the margin or more.
+      effect: The difference. Its p-value tests 0 for "better than", and minus the margin for "as good as".
       margin: The largest difference that does not matter.
 
-    >>> verdict_better(Effect(1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
-    ('holds', 'holds: better by less than the margin')
-    >>> verdict_better(Effect(-1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
-    ('does not hold: worse', 'no difference that matters')
-
-    If the difference is not significant, but its interval excludes 0, the claim is undecided:
-
-    >>> verdict_better(Effect(0.2, 0.08, 40, 0.2), 0.5), verdict_better(Effect(-0.2, 0.08, 40, 0.2), 0.5)
-    ('undecided', 'undecided')
-
-    It is undecided, too, if the interval does not lie within the margin:
-
-    >>> verdict_better(Effect(0.4, 0.5, 20, 0.4), 0.5)
-    'undecided'
+    >>> verdict("better than", Effect(1.0, 0.2, 20, 0.001), 0.5), verdict("as good as", Effect(-1.5, 0.2, 20, 0.0), 0.5)
+    ('holds', 'does not hold: worse')
     """
     low, high = effect.interval()
     within = -margin < low and high < margin
-    if effect.p < LEVEL and effect.difference < 0:
-        return SLIGHTLY_WORSE if within else WORSE
-    if effect.p < LEVEL:
-        return SMALL if within else HOLDS
-    return NO_DIFFERENCE if within and low <= 0 <= high else OPEN
-
-
-def verdict_as_good(effect: Effect, margin: float) -> str:
-    """Return the verdict on the claim that the first method is not worse by the margin or more.
-
-    Larger results are better.
-
-    Args:
-      effect: The difference. Its p-value tests minus the margin.
-      margin: The largest difference that does not matter.
-
-    >>> verdict_as_good(Effect(-0.1, 0.1, 20, 0.001), 0.5), verdict_as_good(Effect(-0.3, 0.05, 20, 0.002), 0.5)
-    ('holds', 'holds: worse by less than the margin')
-    >>> verdict_as_good(Effect(-1.5, 0.2, 20, 0.0), 0.5), verdict_as_good(Effect(-0.4, 0.2, 20, 0.9), 0.5)
-    ('does not hold: worse', 'undecided')
-    """
     if effect.p >= LEVEL:
-        return OPEN
-    if effect.difference < -margin:
-        return WORSE
-    return SLIGHTLY if effect.interval()[1] < 0 else HOLDS
+        return NO_DIFFERENCE if claim == "better than" and within and low <= 0 <= high else OPEN
+    if claim == "as good as":
+        return WORSE if effect.difference < -margin else SLIGHTLY if high < 0 else HOLDS
+    if effect.difference < 0:
+        return SLIGHTLY_WORSE if within else WORSE
+    return SMALL if within else HOLDS
 
 
 def _p(effect: Effect, at: float) -> float:
@@ -270,9 +241,3 @@ def _p(effect: Effect, at: float) -> float:
     if effect.standard_error == 0.0:
         return 1.0 if off == 0.0 else 0.0
     return float(2 * stdtr(effect.degrees_of_freedom, -off / effect.standard_error))
-
-
-def _quantile(freedom: int, share: float) -> float:
-    from scipy.special import stdtrit  # for the same reason
-
-    return float(stdtrit(freedom, share))

@@ -1,14 +1,14 @@
 """The figures of a run, section by section, each with a caption."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.report import curves as cv
 from experiments.report.curves import Curve
-from experiments.report.runs import Run, layers, series, split
-from experiments.report.words import in_bytes, large, number, parts_that_differ, percent, safe
+from experiments.report.runs import Run, layers, series
+from experiments.report.words import in_bytes, large, number, parts_that_differ, percent
 
 MEASURES = {  # of layers: what each is, and values that its axis includes
     "density": ("The share of a weight that is kept.", (0, 1)),
@@ -43,6 +43,21 @@ SMOOTHED = " Smoothing: the faint line shows single values, the clear line shows
 DISTINCT = 8  # if there are more layers, their lines are grey and only the mean has a colour
 
 
+class Figure(NamedTuple):
+    """A figure of a page."""
+
+    title: str
+    svg: str
+    caption: str
+
+
+class Table(NamedTuple):
+    """A table of a page."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+
 def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
     """Return the loss and the accuracy: the name, a function that writes a value, and the curves."""
     kinds = {kind: run.metrics.get(kind, []) for kind in ("train", "eval")}
@@ -53,8 +68,7 @@ def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
             Curve("eval", *series(kinds["eval"], key), "s0", 1.8, cv.DASHES[1]),
             Curve("hardened", *series(kinds["eval"], f"hardened_{key}"), "s1", 2.2),
         ]
-        curves = [c for c in curves if c.steps.size]
-        if curves:
+        if curves := [c for c in curves if c.steps.size]:
             shown.append((key, say, curves))
     return shown
 
@@ -62,7 +76,7 @@ def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
 def latest(run: Run) -> list[tuple[str, str]]:
     """Return the last figures of a run that wrote no summary."""
     judged_first = sorted(scores(run), key=lambda score: score[0] != run.about.get("metric"))
-    names = {"eval": "validation", "hardened": "validation hardened"} if split(run) == "validation" else {}
+    names = {"eval": "validation", "hardened": "validation hardened"} if run.split == "validation" else {}
     figures = [
         (f"{names.get(c.name, c.name)} {key}", say(c.values[-1]))
         for key, say, curves in judged_first
@@ -72,7 +86,7 @@ def latest(run: Run) -> list[tuple[str, str]]:
     return [*figures, ("steps", f"{max(steps):,}")] if steps else []
 
 
-def learning(run: Run) -> str:
+def learning(run: Run) -> list[Figure]:
     """Return the figures of loss, accuracy, learning rate and gradient norm."""
     figures = []
     for key, say, curves in scores(run):
@@ -83,25 +97,29 @@ def learning(run: Run) -> str:
             best = np.flatnonzero(c.finite)[pick(c.values[c.finite])]
             ring = (c.steps[best], c.values[best], c.colour)
             words += f" Best, ringed: {c.name} {say(c.values[best])} at step {c.steps[best]:,.0f}."
-        names = [c.name for c in curves if c.name != "train"]
-        if names:
-            words += f" Scores of the {split(run)} split: {', '.join(names)}."
+        if names := [c.name for c in curves if c.name != "train"]:
+            words += f" Scores of the {run.split} split: {', '.join(names)}."
         lines = [line for c in curves for line in (cv.smoothed(c) if c.name == "train" else [c])]
-        if len(lines) > len(curves):
-            words += SMOOTHED
+        words += SMOOTHED if len(lines) > len(curves) else ""
         figures.append(plot(key, curves, words, run, lines, say=say, log=key == "loss", ring=ring))
-    train = run.metrics.get("train", [])
-    rate, norm = (Curve("", *series(train, key), "s0", 1.8) for key in ("learning_rate", "gradient_norm"))
-    if rate.steps.size:
-        figures.append(plot("learning_rate", [rate], last_words([rate], number), run, bounds=(0,)))
-    if norm.steps.size:
-        lines = cv.smoothed(norm)
-        words = last_words([norm], number) + (SMOOTHED if len(lines) > 1 else "")
-        figures.append(plot("gradient_norm", [norm], words, run, lines, log=True))
-    return _grid(figures)
+    figures += _measured(run, "learning_rate", "s0", number, bounds=(0,))
+    return figures + _measured(run, "gradient_norm", "s0", number, smooth=True, log=True)
 
 
-def sparsity(run: Run) -> str:
+def _measured(
+    run: Run, key: str, colour: str, say: Callable[[float], str], meaning: str = "", title: str = "",
+    smooth: bool = False, **options: Any,
+) -> list[Figure]:  # fmt: skip
+    """Return the figure of one measure of training, if the run has it."""
+    c = Curve("", *series(run.metrics.get("train", []), key), colour, 1.8)
+    if not c.steps.size:
+        return []
+    lines = cv.smoothed(c) if smooth else [c]
+    words = f"{meaning} {last_words([c], say)}{SMOOTHED if len(lines) > 1 else ''}".strip()
+    return [plot(key, [c], words, run, lines, title=title, say=say, **options)]
+
+
+def sparsity(run: Run) -> tuple[list[Figure], Table]:
     """Return a figure of each measure of the layers, and a table of the last values."""
     figures, last = [], {}
     by_measure = {key: layers(run.metrics.get("sparsity", []), key) for key in MEASURES}
@@ -110,10 +128,9 @@ def sparsity(run: Run) -> str:
         points = {_layer(name, names): arrays for name, arrays in by_measure[key].items()}
         if not points:
             continue
-        ends = {name: values[-1] for name, (_, values) in points.items()}
-        last[_title(key)] = ends
+        ends = last[_title(key)] = {name: values[-1] for name, (_, values) in points.items()}
         curves = [Curve(name, *arrays, "muted", 0.7, "-", 0.45, "") for name, arrays in points.items()]
-        lines = [*curves, cv.mean(curves, colour="s0", width=2.4)]
+        lines = [*curves, cv.banded(curves, colour="s0", width=2.4)._replace(band=None)]
         if len(curves) <= DISTINCT:
             labels = parts_that_differ(list(points))
             lines = [
@@ -123,7 +140,9 @@ def sparsity(run: Run) -> str:
         limit = max(60, min(500, 8000 // len(curves)))  # of points a curve, so that the page stays small
         words = f"{meaning} {spread(ends)}"
         figures.append(plot(key, curves, words, run, lines, limit=limit, log=not bounds, bounds=bounds))
-    return _grid(figures) + _last_values(last)
+    rows = dict.fromkeys(name for by_layer in last.values() for name in by_layer)
+    said = [[name, *(number(v[name]) if name in v else "" for v in last.values())] for name in rows]
+    return figures, Table(["layer", *last], said)
 
 
 def spread(last: dict[str, float]) -> str:
@@ -141,41 +160,32 @@ def spread(last: dict[str, float]) -> str:
     )
 
 
-def throughput(run: Run) -> str:
+def throughput(run: Run) -> list[Figure]:
     """Return the figures of examples and of operations per second, of their share of the peak, and of memory."""
     figures = []
     titles = {"per_second": f"{run.about.get('unit') or 'examples'} per second", "flops_per_second": "FLOP per second"}
     for key, title in titles.items():
         c = Curve("", *series(run.metrics.get("train", []), key), "s2", 1.8)
-        if c.steps.size:
-            words, lines = last_words([c], large), [c]
-            if c.finite.any():
-                middle = float(np.median(c.values[c.finite]))
-                words += f" Median {large(middle)}."
-                high = c.values > 2 * middle  # if the host was held up, the steps done meanwhile count as one burst
-                if high.any():
-                    words += " Values above twice the median are drawn at twice the median."
-                lines = cv.smoothed(c._replace(values=np.where(high, 2 * middle, c.values)))
-                words += SMOOTHED if len(lines) > 1 else ""
-            figures.append(plot(key, [c], words, run, lines, title=title, say=large, bounds=(0,)))
+        if not c.steps.size:
+            continue
+        words, lines = last_words([c], large), [c]
+        if c.finite.any():
+            middle = float(np.median(c.values[c.finite]))
+            words += f" Median {large(middle)}."
+            high = c.values > 2 * middle  # if the host was held up, the steps done meanwhile count as one burst
+            words += " Values above twice the median are drawn at twice the median." if high.any() else ""
+            lines = cv.smoothed(c._replace(values=np.where(high, 2 * middle, c.values)))
+            words += SMOOTHED if len(lines) > 1 else ""
+        figures.append(plot(key, [c], words, run, lines, title=title, say=large, bounds=(0,)))
     for key, (title, say, meaning) in USE.items():
-        c = Curve("", *series(run.metrics.get("train", []), key), "s2", 1.8)
-        if c.steps.size:
-            figures.append(plot(key, [c], f"{meaning} {last_words([c], say)}", run, title=title, say=say, bounds=(0,)))
-    return _grid(figures)
+        figures += _measured(run, key, "s2", say, meaning, title, bounds=(0,))
+    return figures
 
 
 def plot(
-    key: str,
-    curves: list[Curve],
-    words: str,
-    run: Run,
-    lines: list[Curve] | None = None,
-    *,
-    title: str = "",
-    limit: int = 500,
-    **options: Any,
-) -> str:
+    key: str, curves: list[Curve], words: str, run: Run, lines: list[Curve] | None = None, *, title: str = "",
+    limit: int = 500, **options: Any,
+) -> Figure:  # fmt: skip
     """Return a figure over the steps of a run, with its caption.
 
     Args:
@@ -195,7 +205,7 @@ def plot(
     until = max(records[-1]["step"] for records in run.metrics.values())
     thin = [cv.thinned(c, limit) for c in lines or curves]
     svg = cv.draw(f"plot-{key}", thin, alt=f"{title} over steps. {words}", until=until, say_step=large, **options)
-    return f"<figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure>"
+    return Figure(title, svg, words)
 
 
 def last_words(curves: list[Curve], say: Callable[[float], str]) -> str:
@@ -206,22 +216,6 @@ def last_words(curves: list[Curve], say: Callable[[float], str]) -> str:
     return f"Last: {', '.join(f'{value} at step {step}' for value, step in ends)}."
 
 
-def _last_values(last: dict[str, dict[str, float]]) -> str:
-    if not last:
-        return ""
-    names = dict.fromkeys(name for by_layer in last.values() for name in by_layer)
-    top = "".join(f'<th scope="col">{title}</th>' for title in ("layer", *last))
-    rows = ""
-    for name in names:
-        cells = "".join(f"<td>{number(v[name]) if name in v else ''}</td>" for v in last.values())
-        rows += f'<tr><th scope="row">{safe(name)}</th>{cells}</tr>'
-    return (
-        f"<details><summary>The last values of {len(names)} layer{'s' if len(names) > 1 else ''}</summary>"
-        f'<div class="scroll"><table class="values"><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
-        "</details>"
-    )
-
-
 def _layer(name: str, names: set[str]) -> str:
     """Return the layer of a parameter if other measures have it, such as up for up/kernel; else the name itself."""
     layer = name.rpartition("/")[0]
@@ -230,7 +224,3 @@ def _layer(name: str, names: set[str]) -> str:
 
 def _title(key: str) -> str:
     return f"{key[:1].upper()}{key[1:]}".replace("_", " ")
-
-
-def _grid(figures: list[str]) -> str:
-    return f'<div class="figures">{"".join(figures)}</div>' if figures else ""

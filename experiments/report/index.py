@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from experiments.errors import Mistake
-from experiments.report import dots
-from experiments.report.compare import began_with, data_of, labels
-from experiments.report.curves import BEYOND
-from experiments.report.dots import Point
-from experiments.report.page import LOGO, document, flat, marked, tags
-from experiments.report.runs import Run, glance, seconds, split
-from experiments.report.terms import explained
-from experiments.report.words import duration, large, moment, number, percent, safe
+from experiments.report import curves as cv
+from experiments.report.compare import NO_RUNS, began_with, data_of, judged_by, labels
+from experiments.report.curves import Point
+from experiments.report.page import flat
+from experiments.report.runs import BEYOND, Run, glance
+from experiments.report.templates import FOLDER, fill
+from experiments.report.words import duration, large, moment, number, percent, score
 
 MARKS = {"run.json", "metrics.jsonl", "run.lock"}  # a folder with one of these files is that of a run
 TWIN = "twin"  # the folder, in the folder of a run, of the twin that --with_twin trains
-FIRST = ' aria-sort="descending"'  # the column by which rows are sorted at first
 FIELDS = 6  # how many of the fields that differ are shown
-SO_FAR = '<small title="of the last evaluation">so far</small>'
 TITLE = "nmjax · an index"
-SCRIPT = Path(__file__).with_name("index.js")
+SCRIPT = FOLDER / "index.js"
+TEXTS = ("outcome", "what differs", "tags and note", "data and metric", "model")  # columns; the others hold numbers
 
 
 class Entry(NamedTuple):
@@ -35,23 +35,33 @@ class Entry(NamedTuple):
     run: Run
     task: str  # the data set, and what else makes scores comparable
     metric: str  # "accuracy", "hardened_accuracy", ...
-    model: str
     score: float | None  # on the test split
-    validation: float | None  # on the validation split
-    dense: float | None  # FLOPs of the whole run
-    effective: float | None
-    differs: list[str]
+    effective: float | None  # FLOPs of the whole run
+    orders: dict[str, float | None] = {}  # by column what it is sorted by
+    cells: dict[str, Any] = {}  # by column what it shows
+    address: str = ""  # of its report
+    best: bool = False  # whether it is on the frontier
 
     @property
     def outcome(self) -> str:
         """The outcome in one word."""
-        return str(self.run.about.get("outcome", "running")).partition(":")[0] if self.run.about else "damaged"
+        return self.run.outcome if self.run.about else "damaged"
+
+    @property
+    def kind(self) -> str:
+        """How the outcome is marked."""
+        return self.run.kind if self.run.about else "bad"
 
     @property
     def why(self) -> str:
         """The reason of the outcome, and what could not be read."""
-        reason = str(self.run.about.get("outcome", "")).partition(":")[2].strip()
-        return " ".join(filter(None, [reason, *self.run.complaints]))
+        return " ".join(filter(None, [self.run.why, *self.run.complaints]))
+
+    @property
+    def word(self) -> str:
+        """The name of the run, if its folder does not have it."""
+        name = str(self.run.about.get("name", ""))
+        return "" if name in self.place or "=" in name else name
 
     @property
     def compared(self) -> bool:
@@ -81,24 +91,55 @@ def entries(folder: Path) -> list[Entry]:
     """
     runs = [glance(path) for path in find(folder)]
     if not runs:
-        raise Mistake(
-            f"{folder} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. Name the "
-            "--workdir of a run, or a folder that holds some."
-        )
+        raise Mistake(NO_RUNS.format(folder))
     runs.sort(key=lambda run: _began(run) or -math.inf, reverse=True)
     metrics = _metrics(runs)
     alike: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         alike.setdefault((_task(run.config), metrics[run.path], _model(run.config)), []).append(run)
     found = {}
-    for (data, metric, model), group in alike.items():
+    for (task, metric, model), group in alike.items():
         for run, differs in zip(group, _differences(group), strict=True):
-            place, (score, validation) = run.path.relative_to(folder).as_posix(), _by_split(run, metric)
-            dense, effective = _flops(run.about)
-            if dense is not None and dense == effective and not any(field.endswith("=dense") for field in differs):
-                differs = ["dense", *(field for field in differs if not field.startswith(("rules=", "sparsity=")))]
-            found[run.path] = Entry(place, run, data, metric, model, score, validation, dense, effective, differs)
+            found[run.path] = _entry(folder, run, task, metric, model, differs)
     return [found[run.path] for run in runs]
+
+
+def _entry(folder: Path, run: Run, task: str, metric: str, model: str, differs: list[str]) -> Entry:
+    about, last = run.about, run.metrics["eval"][-1] if run.metrics.get("eval") else {}
+    dense, effective = _flops(about)
+    if dense is not None and dense == effective and not any(field.endswith("=dense") for field in differs):
+        differs = ["dense", *(field for field in differs if not field.startswith(("rules=", "sparsity=")))]
+    scores = _scores(run)
+    value, validated = _finite(scores.get(metric)), _finite(scores.get(f"validation_{metric}"))
+    if last and run.split == "validation":  # a run has one of the two until it ends
+        value, validated = None, value
+    done = _finite(last.get("step"))
+    finished = about and run.outcome == "finished"
+    of = f"{done:,.0f} of " if done is not None and not finished else ""
+    numbers = {  # by column a number, and what writes it
+        "score": (value, lambda x: score(metric, x)),
+        "validation": (validated, lambda x: score(metric, x)),
+        "effective FLOPs": (effective, large),
+        "share of dense": (effective / dense if effective is not None and dense else None, "{:.3f}".format),
+        "seed": (_finite(run.config.get("seed")), "{:.0f}".format),
+        "steps": (_finite(about.get("steps")), lambda x: f"{of}{x:,.0f}"),
+        "time": (run.seconds or _finite(last.get("seconds")), lambda x: duration(max(x, 0))),
+        "began": (_began(run), str),
+        "parameters": (_finite(about.get("parameters")), large),
+    }
+    cells = {name: "" if x is None else say(x) for name, (x, say) in numbers.items()}
+    cells |= {"outcome": run.outcome if about else "damaged", "what differs": differs, "model": model}
+    cells["tags and note"] = run.tags or about.get("note")
+    cells["data and metric"] = ", ".join(filter(None, [task, metric.replace("_", " ")]))
+    cells["began"] = moment(about.get("began"))
+    orders = dict.fromkeys(TEXTS) | {name: x for name, (x, _) in numbers.items()}
+    return Entry(run.path.relative_to(folder).as_posix(), run, task, metric, value, effective, orders, cells)
+
+
+COLUMNS = (
+    "outcome", "what differs", "tags and note", "score", "validation", "data and metric", "effective FLOPs",
+    "share of dense", "seed", "model", "steps", "time", "began", "parameters",
+)  # fmt: skip
 
 
 def _began(run: Run) -> float | None:
@@ -143,13 +184,6 @@ def _scores(run: Run) -> dict[str, Any]:
     return figures if isinstance(figures, dict) else {}
 
 
-def _by_split(run: Run, metric: str) -> tuple[float | None, float | None]:
-    """Return a score of a run on the test split and on the validation split. A run has one of them until it ends."""
-    scores = _scores(run)
-    value, validated = _finite(scores.get(metric)), _finite(scores.get(f"validation_{metric}"))
-    return (None, value) if run.metrics.get("eval") and split(run) == "validation" else (value, validated)
-
-
 def _metrics(runs: list[Run]) -> dict[Path, str]:
     """Return for each run the metric by which it is compared: of hardened weights, if all finished runs have it."""
     tasks: dict[tuple[str, str], list[Run]] = {}
@@ -157,10 +191,9 @@ def _metrics(runs: list[Run]) -> dict[Path, str]:
         tasks.setdefault((_task(run.config), str(run.about.get("metric", ""))), []).append(run)
     chosen = {}
     for (_, metric), group in tasks.items():
-        scored = [run for run in group if _scores(run)]
-        judged = [run for run in scored if run.about.get("outcome") == "finished"] or scored
-        hardened = bool(judged) and all(f"hardened_{metric}" in _scores(run) for run in judged)
-        chosen |= {run.path: f"hardened_{metric}" if hardened else metric for run in group}
+        finished = [_scores(run) for run in group if run.about.get("outcome") == "finished"]
+        scores = list(filter(None, finished)) or [found for run in group if (found := _scores(run))]
+        chosen |= dict.fromkeys((run.path for run in group), judged_by(metric, scores))
     return chosen
 
 
@@ -176,19 +209,14 @@ def _flops(about: dict[str, Any]) -> tuple[float | None, float | None]:
     costs, steps = about.get("flops"), _finite(about.get("steps"))
     if not isinstance(costs, list) or len(costs) != 2 or steps is None:
         return None, None
-    dense, effective = map(_finite, costs)
-    return None if dense is None else dense * steps, None if effective is None else effective * steps
+    dense, effective = (None if cost is None else cost * steps for cost in map(_finite, costs))
+    return dense, effective
 
 
 def frontier(runs: list[Entry]) -> list[Entry]:
     """Return the runs by rising cost for which no run has a better score at the same or fewer effective FLOPs."""
-    sign = -1 if runs and runs[0].metric.endswith("loss") else 1
-    edge: list[Entry] = []
-    for entry in sorted(runs, key=lambda e: (e.effective, -sign * e.score)):
-        best = (edge[-1].effective, edge[-1].score) if edge else (math.nan, -sign * math.inf)
-        if sign * entry.score > sign * best[1] or (entry.effective, entry.score) == best:
-            edge.append(entry)
-    return edge
+    best = min if runs and runs[0].metric.endswith("loss") else max
+    return [runs[n] for n in cv.unbeaten([(run.effective, run.score) for run in runs], best)]
 
 
 # ---- the page ----
@@ -204,43 +232,35 @@ def render(folder: Path, to: Path | None = None) -> str:
     Raises:
       Mistake: If there are no runs.
     """
-    found = entries(folder)
-    address = lambda entry: _address(entry, to or folder)
+    found = [entry._replace(address=_address(entry, to or folder)) for entry in entries(folder)]
     tasks: dict[tuple[str, str], list[Entry]] = {}
     for entry in found:
         if entry.compared:
             tasks.setdefault((entry.task, entry.metric), []).append(entry)
-    edges = {task: frontier(group) for task, group in tasks.items()}
-    best = {entry.run.path for edge in edges.values() for entry in edge}
-    pictures = [_picture(n, group, edges[task], address) for n, (task, group) in enumerate(tasks.items())]
+    edges = [(group, frontier(group)) for group in tasks.values()]
+    best = {entry.run.path for _, edge in edges for entry in edge}
+    found = [entry._replace(best=entry.run.path in best) for entry in found]
     counts = Counter(entry.outcome for entry in found)
-    title = f"{len(found)} run{'s' if len(found) > 1 else ''}"
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    header = f'<p class="over">{LOGO} {TITLE}</p><h1>{title}</h1><p class="when">{safe(outcomes)}</p>'
-    sections = [
-        ("runs", "All runs", _controls(found) + _table(found, best, address)),
-        ("frontier", "The frontier", f"<p>{FRONTIER}</p>{''.join(pictures)}" if pictures else ""),
-    ]
-    header, *bodies = explained([header, *(body for _, _, body in sections)])
-    shown = [(key, name, body) for (key, name, _), body in zip(sections, bodies, strict=True)]
-    return document(f"nmjax: {title}", header, shown, script=SCRIPT.read_text(encoding="utf-8"))
-
-
-FRONTIER = (
-    "A run is on the frontier if no other finished run has a better score at the same or fewer effective FLOPs. "
-    "Only runs of one data set and one metric are compared. A point is a single run: of runs that differ only in "
-    "their seed, the better one is on the frontier. A comparison shows the means over seeds. "
-    "The scores here are of the test split. To choose a run, compare the scores in the column validation of the table. "
-    "If you choose by test scores, the test score of the chosen run is too optimistic."
-)
+    columns = [name for name in COLUMNS if any(entry.cells[name] for entry in found)]
+    heading = f"{len(found)} run{'s' if len(found) > 1 else ''}"
+    return fill(
+        "index",
+        title=f"nmjax: {heading}",
+        heading=heading,
+        outcomes=", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()),
+        tags=Counter(tag for entry in found for tag in entry.run.tags).most_common(),
+        columns=[(name, all(entry.orders[name] is None for entry in found)) for name in columns],
+        entries=found,
+        fields=FIELDS,
+        pictures=[_picture(n, group, edge) for n, (group, edge) in enumerate(edges)],
+        script=Markup(SCRIPT.read_text(encoding="utf-8")),
+    )
 
 
 def _address(entry: Entry, folder: Path) -> str:
     """Return the address of a run's report from a folder, or "" if there is none."""
     page = entry.run.path / "report.html"
-    if not page.exists():
-        return ""
-    return relative(page, folder)
+    return relative(page, folder) if page.exists() else ""
 
 
 def relative(page: Path, folder: Path) -> str:
@@ -248,100 +268,8 @@ def relative(page: Path, folder: Path) -> str:
     return quote(os.fsencode(Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()), safe="/=,+")
 
 
-def _linked(entry: Entry, address: str) -> str:
-    """Return the name of a run in HTML, with a link to its report if there is one."""
-    name = safe(entry.place)
-    return f'<a href="{safe(address)}">{name}</a>' if address else name
-
-
-def _say(entry: Entry, score: float | None) -> str:
-    """Return a score of a run as text."""
-    if score is None:
-        return ""
-    text = f"{100 * score:.2f} %" if entry.metric.endswith("accuracy") else f"{score:.4f}"
-    return text if entry.outcome == "finished" else f"{text} {SO_FAR}"
-
-
-def _controls(found: list[Entry]) -> str:
-    """Return the field that filters the table, and a button for each tag. The script shows them."""
-    counts = Counter(tag for entry in found for tag in tags(entry.run))
-    buttons = "".join(
-        f'<button type="button" class="tag" aria-pressed="false" data-tag="{safe(tag)}">{safe(tag)} '
-        f"<small>{count}</small></button>"
-        for tag, count in counts.most_common()
-    )
-    label = '<label>Filter <input type="search" id="filter" autocomplete="off" placeholder="words of a run"></label>'
-    return f'<div class="controls" hidden>{label}<span id="count" role="status"></span>{buttons}</div>'
-
-
-def _table(found: list[Entry], best: set[Path], address: Any) -> str:
-    """Return the table of the runs. Columns without any value are left out."""
-    rows = [_row(entry, entry.run.path in best) for entry in found]
-    heads = [head for head in rows[0] if any(row[head][1] for row in rows)]
-    titles = '<th scope="col">run</th>'
-    for head in heads:
-        words = "" if any(row[head][0] is not None for row in rows) else ' class="words"'
-        titles += f'<th scope="col"{words}{FIRST if head == "began" else ""}>{head}</th>'
-    body = []
-    for entry, row in zip(found, rows, strict=True):
-        name, word = _linked(entry, address(entry)), str(entry.run.about.get("name", ""))
-        word = "" if word in entry.place or "=" in word else f" <small>{safe(word)}</small>"
-        cells = "".join(_cell(*row[head]) for head in heads)
-        body.append(f'<tr><th scope="row">{name}{word}</th>{cells}</tr>')
-    return (
-        f'<div class="scroll wide"><table class="values index"><thead><tr>{titles}</tr></thead>'
-        f"<tbody>\n{chr(10).join(body)}\n</tbody></table></div>"
-    )
-
-
-def _cell(order: Any, text: str) -> str:
-    """Return a cell. Numbers are sorted by their value, and other cells by their text."""
-    if isinstance(order, float):
-        return f'<td data-v="{order:.10g}">{text}</td>'
-    return f'<td class="words">{text}</td>'
-
-
-def _row(entry: Entry, best: bool) -> dict[str, tuple[Any, str]]:
-    """Return the cells of a run by their columns, each with the number by which it is sorted, or None."""
-    about, run = entry.run.about, entry.run
-    kind = {"finished": "good", "running": "open"}.get(entry.outcome, "bad")
-    outcome = f'<span class="outcome {kind}">{safe(entry.outcome)}</span>'
-    why = f'<small title="{safe(entry.why)}">{safe(entry.why[:80])}{"…" if len(entry.why) > 80 else ""}</small>'
-    differs = safe(", ".join(entry.differs))
-    if len(entry.differs) > FIELDS + 1:
-        more = (
-            f'<small title="{safe(", ".join(entry.differs[FIELDS:]))}">and {len(entry.differs) - FIELDS} more</small>'
-        )
-        differs = f"{safe(', '.join(entry.differs[:FIELDS]))}, {more}"
-    task = ", ".join(filter(None, [entry.task, entry.metric.replace("_", " ")]))
-    mark = '<b title="on the frontier">◆</b> ' if best else ""
-    share = entry.effective / entry.dense if entry.effective is not None and entry.dense else None
-    last = run.metrics["eval"][-1] if run.metrics.get("eval") else {}
-    steps, done, began = _finite(about.get("steps")), _finite(last.get("step")), _began(run)
-    took = seconds(run) or _finite(last.get("seconds"))
-    parameters, seed = _finite(about.get("parameters")), _finite(run.config.get("seed"))
-    of = f"{done:,.0f} of " if done is not None and entry.outcome != "finished" else ""
-    shown = lambda value, say: (value, "" if value is None else say(value))
-    return {
-        "outcome": (None, outcome + (why if entry.why else "")),
-        "what differs": (None, differs),
-        "tags and note": (None, marked(run)),
-        "score": (entry.score, mark + _say(entry, entry.score)),
-        "validation": (entry.validation, _say(entry, entry.validation)),
-        "data and metric": (None, safe(task)),
-        "effective FLOPs": shown(entry.effective, large),
-        "share of dense": shown(share, lambda x: f"{x:.3f}"),
-        "seed": shown(seed, lambda x: f"{x:.0f}"),
-        "model": (None, safe(entry.model)),
-        "steps": shown(steps, lambda x: f"{of}{x:,.0f}"),
-        "time": shown(took, lambda x: duration(max(x, 0))),
-        "began": (began, safe(moment(about.get("began")))),
-        "parameters": shown(parameters, large),
-    }
-
-
-def _picture(n: int, group: list[Entry], edge: list[Entry], address: Any) -> str:
-    """Return the figure of one task, with a table of its frontier."""
+def _picture(n: int, group: list[Entry], edge: list[Entry]) -> dict[str, Any]:
+    """Return the figure of one task, with the runs of its frontier."""
     losses = group[0].metric.endswith("loss")
     metric = group[0].metric.replace("_", " ")
     title = f"{metric} on {group[0].task}" if group[0].task else metric
@@ -353,21 +281,11 @@ def _picture(n: int, group: list[Entry], edge: list[Entry], address: Any) -> str
     line = [Point(e.place, e.effective, e.score) for e in edge]
     runs = "1 finished run" if len(group) == 1 else f"{len(group)} finished runs"
     words = f"{runs}. FLOPs of the whole run: what its products would cost if zeros cost nothing."
-    if len(near) < len(points):
-        out = len(points) - len(near)
+    if out := len(points) - len(near):
         words += f" The worst scores, of {out} runs, are" if out > 1 else " The worst score, of 1 run, is"
         words += " outside the picture."
-    svg = dots.cloud(
+    svg = cv.cloud(
         f"frontier-{n}", near, line, alt=f"{title} by effective FLOPs. {words}", along="effective FLOPs",
         say=number if losses else percent, best=min if losses else max,
     )  # fmt: skip
-    rows = "".join(
-        f'<tr><td>{place}</td><th scope="row">{_linked(e, address(e))}</th><td>{_say(e, e.score)}</td>'
-        f"<td>{large(e.effective)}</td></tr>"
-        for place, e in enumerate(edge, 1)
-    )
-    head = f'<tr><th></th><th class="words">run</th><th>{safe(metric)}</th><th>effective FLOPs</th></tr>'
-    return (
-        f'<div class="figures"><figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure>'
-        f'<div class="scroll"><table class="values edge"><thead>{head}</thead><tbody>{rows}</tbody></table></div></div>'
-    )
+    return {"title": title, "svg": svg, "words": words, "metric": metric, "edge": edge}

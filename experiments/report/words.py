@@ -1,4 +1,4 @@
-"""Numbers, times and texts, as pages show them."""
+"""Numbers, times and texts, as pages show them, and what the words of pages mean."""
 
 import datetime
 import html
@@ -6,30 +6,54 @@ import math
 import os
 import re
 
+from markupsafe import Markup, escape
+
 from experiments.errors import visible
 
 PLUS_MINUS = "± is the standard error of the number before it, over seeds."  # in all reports, comparisons and studies
+TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has each meaning, word by word
+    "hardened": "The weights that inference uses: pruned for good, by the final form of each pruner.",
+    "effective": "The FLOPs that products would have if the zeros of n:m operands cost nothing. A count, not a time.",
+    "share of dense": "The effective FLOPs of a run divided by its dense FLOPs.",
+    "frontier": "The runs for which no other finished run has a better score at the same or fewer effective FLOPs.",
+    "best": "The best evaluation of the run. Its checkpoint is kept.",
+    "train": "Means over the training steps since the previous line, with the augmentation and the label smoothing of "
+    "training.",
+    "validation": "A split that no step trains on. It decides which checkpoint is the best.",
+    "eval": "The scores of an evaluation, with the weights as they are in training: of the validation split, or of the "
+    "test split if there is no validation split.",
+    "gradient norm": "The root of the sum of squares over the gradients of all parameters.",
+    "FLOP per second": "FLOPs of the dense model per second, even if zeros are skipped.",
+    "MFU": "Model FLOPs utilisation: dense FLOPs per second, as a share of the peak of the devices.",
+    "peak memory": "The most memory that was in use at one time, of a device or of the process, as the report says.",
+    "temporary memory": "What a step needs on a device besides its arguments and its results, counted by XLA.",
+    "slots": "The place of one operand in one product. It holds a pruner or is empty. In its name, fwd is the product "
+    "for y, dlhs the product for dx, and drhs the product for dw.",
+    "emulated": "XLA multiplies the pruned operands, zeros included.",
+    "packed": "A kernel multiplies a packed operand, which is 2:4 or sparser, by a dense one on sparse tensor cores.",
+    "mask": "An array of booleans: True where a value is kept.",
+    "taken for": "A test example has one class, and the model predicts another: the first is taken for the second.",
+    "confidence": "The probability that the model gives to its prediction.",
+    "loss": "Mean cross-entropy in nats: per example for a classifier, per token for a language model.",
+    "nats": "The unit of a loss with the natural logarithm. One nat is 1.44 bits.",
+    "±": "The standard error of the number before it, over seeds.",
+}  # fmt: skip
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def safe(text: object) -> str:
-    """Return any value as text in HTML."""
-    return html.escape(visible(text))
-
-
-def only_tables(text: str) -> str:
+def only_tables(text: str) -> Markup:
     """Return the tables and paragraphs of a piece of HTML. Other tags and all attributes are left out, texts stay.
 
     What is returned holds no link, no picture, no style and no script, whoever wrote the text.
 
     >>> only_tables("<p onclick='x'>a &lt; b<meta http-equiv=refresh></table>")
-    '<p>a &lt; b</p>'
+    Markup('<p>a &lt; b</p>')
     """
     parts, opened = [], []
     for piece in re.split(r"(<[^<>]*>)", text):
         tag = re.fullmatch(r"<(/?)(table|thead|tbody|tr|th|td|p|br)\b[^<>]*>", piece)
         if tag is None:
-            parts.append("" if re.fullmatch(r"<[^<>]*>", piece) else safe(html.unescape(piece)))
+            parts.append("" if re.fullmatch(r"<[^<>]*>", piece) else escape(visible(html.unescape(piece))))
         elif tag[2] == "br":
             parts.append("<br>")
         elif not tag[1] and tag[2] not in opened:
@@ -37,7 +61,7 @@ def only_tables(text: str) -> str:
             parts.append(f"<{tag[2]}>")
         while tag and tag[1] and tag[2] in opened:
             parts.append(f"</{opened.pop()}>")
-    return "".join([*parts, *(f"</{name}>" for name in reversed(opened))])
+    return Markup("".join([*parts, *(f"</{name}>" for name in reversed(opened))]))
 
 
 def number(x: float) -> str:
@@ -104,9 +128,14 @@ def duration(seconds: float) -> str:
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
 
 
+def milliseconds_of(seconds: float) -> str:
+    """Return a part of a step's time: 12.1 ms, 1,440 ms."""
+    return f"{number(1e3 * seconds)} ms"
+
+
 def milliseconds(seconds: float) -> str:
     """Return the time of a step: 12.1 ms, 1.44 s."""
-    return f"{number(1e3 * seconds)} ms" if seconds < 1 else duration(seconds)
+    return milliseconds_of(seconds) if seconds < 1 else duration(seconds)
 
 
 def moment(iso: object) -> str:

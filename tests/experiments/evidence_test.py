@@ -62,10 +62,10 @@ def test_a_verdict_is_that_of_the_differences(tmp_path):
     one = claims.judged(NAME, written(tmp_path, [*GOOD, *runs(DW, sparse, accuracy=0.87)]))
     first = one.judgements[0]
     assert (first.claim.text, first.verdict, first.seeds) == (f"{DW} is as good as dense", effects.WORSE, 4)
-    other = stats.ttest_rel(sparse, DENSE).confidence_interval(0.95)
-    assert (first.loss.difference, *first.loss.interval()) == pytest.approx((0.05, other.low, other.high))
-    assert first.accuracy.difference == pytest.approx(-0.01)
-    assert one.over_dense[DW].interval() == pytest.approx(first.loss.interval())
+    other, loss = stats.ttest_rel(sparse, DENSE).confidence_interval(0.95), first.differences["loss"]
+    assert (loss.difference, *loss.interval()) == pytest.approx((0.05, other.low, other.high))
+    assert first.differences["accuracy"].difference == pytest.approx(-0.01)
+    assert one.over_dense[DW].interval() == pytest.approx(loss.interval())
     assert one.judgements[1].verdict == "not finished: 4 of 8 runs are missing"
     assert one.failed == ""
 
@@ -131,17 +131,12 @@ def test_claims_whose_runs_are_missing_count_too(tmp_path):
     """Their number corrects the p-values: with eleven claims, the smallest p is multiplied by eleven."""
     one = claims.judged(NAME, written(tmp_path, [*GOOD, *runs(DW, [0.331, 0.3325, 0.3302, 0.3333])]))
     first, *others = one.judgements
-    assert {judgement.loss for judgement in others} == {None}
+    assert {len(judgement.differences) for judgement in others} == {0}
     values = {"dense": dict(enumerate(DENSE)), DW: dict(enumerate([0.331, 0.3325, 0.3302, 0.3333]))}
     alone = effects.effects(
         {arm: {s: -v for s, v in of.items()} for arm, of in values.items()}, [(DW, "dense")], [-0.01]
     )
-    assert first.loss.p == pytest.approx(min(11 * alone[0].p, 1))
-
-
-def test_runs_of_code_that_was_not_committed_are_counted(tmp_path):
-    text, _ = reproduce.block(NAME, written(tmp_path, [*GOOD[1:], GOOD[0] | {"git": {"dirty": True}}]))
-    assert "Runs with uncommitted code: 1." in text
+    assert first.differences["loss"].p == pytest.approx(min(11 * alone[0].p, 1))
 
 
 def test_a_run_that_diverged_is_no_good_run(tmp_path):
@@ -154,12 +149,14 @@ def test_a_run_that_diverged_is_no_good_run(tmp_path):
 
 def test_the_making_of_runs_is_told(tmp_path):
     machines = [{"machine": {"processor": "A", "threads": threads}} for threads in (1, 2)]
+    machines[1]["git"] = {"dirty": True}
     lines = [line("dense", 10, 0.5), line("dense", 10, 0.33, **machines[0]), line("dense", 11, 0.33, **machines[1])]
     text, _ = reproduce.block(NAME, written(tmp_path, [*lines, *runs(FLOOR, [0.43, 0.44], notes=["A note."])]))
     assert "Lines of runs that were repeated: 1. The last line of each run counts." in text
     assert "The runs differ in threads: 1 and 2 and not recorded." in text
     assert "The runs differ in processor: A and not recorded." in text
     assert text.count("A note.") == 1
+    assert "Runs with uncommitted code: 1." in text
 
 
 def test_the_main_claims_say_what_they_are_about(tmp_path):
@@ -178,55 +175,54 @@ def counted(results):
     return {cells[0]: tuple(cells[1:]) for cells in (row.strip("| ").split(" | ") for row in table[2:])}
 
 
-def test_sparse_methods_are_counted_beside_what_the_networks_reach(tmp_path):
-    """The other methods and the rivals have no runs."""
-    results, rest = written(tmp_path, [*GOOD, *runs(DW, DENSE)]), ("not compared", "not compared")
-    assert counted(results) == {
-        "ViT, Fashion-MNIST": ("88.0 %", "k nearest neighbours 85.5 %", "1 of 1", *rest),
-    }
-    text, pictures = reproduce.block("networks", results)
-    said = "**ViT, Fashion-MNIST**, one study, run on a CPU. It passes its gate. The margin is 0.01 nats."
-    assert said in text
-    assert not pictures
-    results = written(tmp_path, [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])])
-    assert counted(results)["ViT, Fashion-MNIST"][2:] == ("0 of 1 (1 worse)", *rest)
+def of_study(name, **losses):
+    """Return lines of the arms of a study, with these losses by seed. Its random arm is much worse."""
+    losses = {"dense": DENSE, FLOOR: np.add(DENSE, 0.1).tolist()} | losses
+    first = 10 if name == NAME else 0
+    return [line(arm, first + seed, loss, name=name) for arm, of in losses.items() for seed, loss in enumerate(of)]
 
 
-def test_rivals_are_counted_in_columns_of_their_own(tmp_path):
-    """The method is better than the shorter run, and the narrower network is as good as the method."""
-    narrower, shorter = (f"{word} dense, FLOPs of “{DW}”" for word in ("narrower", "shorter"))
-    arms = {
-        DW: DENSE,
-        narrower: np.add(DENSE, [0.001, -0.001, 0.0, 0.0]),
-        shorter: np.add(DENSE, [0.05, 0.051, 0.049, 0.05]),
-    }
-    lines = [line for arm, losses in arms.items() for line in runs(arm, list(losses))]
-    counts = counted(written(tmp_path, [*GOOD, *lines]))["ViT, Fashion-MNIST"][2:]
-    assert counts == ("1 of 1", "0 of 1 (1 no difference that matters)", "1 of 1")
+NARROWER, SHORTER = (f"{word} dense, FLOPs of “{DW}”" for word in ("narrower", "shorter"))
+UP, TEN = (lambda more, of=DENSE: np.add(of, more).tolist()), np.resize(DENSE, 10).tolist()
+FIVE, VIT = TEN[:5], "ViT, Fashion-MNIST"
 
 
-def test_each_network_is_counted_separately(tmp_path):
-    results = written(tmp_path, [*GOOD, *runs(DW, DENSE)])
-    other, dense = "finetuning_sst2_cpu", np.resize(DENSE, 5)
-    losses = {"dense": dense.tolist(), "STE 2:4": (dense + 0.05).tolist(), FLOOR: (dense + 0.5).tolist()}
-    lines = [line(arm, seed, loss, name=other) for arm, of in losses.items() for seed, loss in enumerate(of)]
-    counts = {network: cells[2] for network, cells in counted(written(results, lines, other)).items()}
-    assert counts == {"ViT, Fashion-MNIST": "1 of 1", "MiniLM, fine-tuned on SST-2": "0 of 1 (1 worse)"}
-
-
-def test_a_method_of_two_studies_counts_once_with_the_most_seeds(tmp_path):
-    """It is worse than dense with four seeds, and as good with ten. Another method counts beside it."""
-    worse = [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])]
-    count = lambda results: counted(results)["ViT, Fashion-MNIST"][2]
-    assert count(written(tmp_path, worse)) == "0 of 1 (1 worse)"
-    ten = np.resize(DENSE, 10).tolist()
-    for name, method, of_both in (
-        ("methods_vit_cpu", DW, "1 of 1"),
-        ("equal_flops_cpu", "MdGf 1:16", "2 of 2"),
-    ):
-        losses = {"dense": ten, method: ten, FLOOR: np.add(ten, 0.1).tolist()}
-        lines = [line(arm, seed, loss, name=name) for arm, of in losses.items() for seed, loss in enumerate(of)]
-        assert count(written(tmp_path, lines, name)) == of_both
+@pytest.mark.parametrize(
+    ("studies", "counts"),
+    [
+        ({NAME: {DW: DENSE}}, {VIT: ("1 of 1", "not compared", "not compared")}),
+        ({NAME: {DW: UP(0.07)}}, {VIT: ("0 of 1 (1 worse)", "not compared", "not compared")}),
+        (  # better than the shorter run; the narrower network is as good
+            {NAME: {DW: DENSE, NARROWER: UP([0.001, -0.001, 0, 0]), SHORTER: UP([0.05, 0.051, 0.049, 0.05])}},
+            {VIT: ("1 of 1", "0 of 1 (1 no difference that matters)", "1 of 1")},
+        ),
+        (  # each network by itself
+            {
+                NAME: {DW: DENSE},
+                "finetuning_sst2_cpu": {"dense": FIVE, "STE 2:4": UP(0.05, FIVE), FLOOR: UP(0.5, FIVE)},
+            },
+            {VIT: ("1 of 1", "not compared", "not compared")}
+            | {"MiniLM, fine-tuned on SST-2": ("0 of 1 (1 worse)", "not compared", "not compared")},
+        ),
+        (  # worse with four seeds, as good with ten: a method of two studies counts once, with the most seeds
+            {NAME: {DW: UP(0.07)}, "methods_vit_cpu": {"dense": TEN, DW: TEN, FLOOR: UP(0.1, TEN)}},
+            {VIT: ("1 of 1", "not compared", "not compared")},
+        ),
+        (  # another method counts beside it
+            {NAME: {DW: DENSE}, "equal_flops_cpu": {"dense": TEN, "MdGf 1:16": TEN, FLOOR: UP(0.1, TEN)}},
+            {VIT: ("2 of 2", "not compared", "not compared")},
+        ),
+    ],
+)
+def test_sparse_methods_are_counted_beside_what_the_networks_reach(studies, counts, tmp_path):
+    for name, losses in studies.items():
+        written(tmp_path, of_study(name, **losses), name)
+    found = counted(tmp_path)
+    assert {network: cells[2:] for network, cells in found.items()} == counts
+    assert found[VIT][:2] == ("88.0 %", "k nearest neighbours 85.5 %")
+    if len(studies) == 1:
+        said = f"**{VIT}**, one study, run on a CPU. It passes its gate. The margin is 0.01 nats."
+        assert said in reproduce.block("networks", tmp_path)[0]
 
 
 def test_a_study_that_does_not_pass_is_named(tmp_path):
@@ -281,7 +277,7 @@ def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     assert claims.judged(NAME, results).failed == why
     assert f"The study does not pass its gate: {why}." in reproduce.block(NAME, results)[0]
     screen = reproduce.block("claims", results)[0]
-    assert {judgement.by_accuracy for judgement in claims.judged(NAME, results).judgements} == {""}
+    assert not any(judgement.verdicts for judgement in claims.judged(NAME, results).judgements)
     assert screen.count("| does not count |") == screen.count("| not passed |") == 3
     assert f"`{NAME}` does not pass: {why}. The margin is 0.01 nats." in reproduce.block("networks", results)[0]
     assert "nan" not in screen.replace("loss is nan", "")
@@ -315,9 +311,8 @@ def test_results_of_no_arm_are_refused(tmp_path):
     other["changes"] = {"sparsity.blocks": "ste(2,4)", "seed": 10}
     (member,) = members.listed(config_files.load(recorded.study(NAME).config_file), [other["changes"]])
     other["config"] = digest.identity(member.config).digest
-    for strange in (other, line("dense", 3, 0.3)):
-        with pytest.raises(Mistake, match=r"recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"):
-            claims.judged(NAME, written(tmp_path, [*GOOD, strange]))
+    with pytest.raises(Mistake, match=r"recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"):
+        claims.judged(NAME, written(tmp_path, [*GOOD, other]))
 
 
 def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
@@ -333,8 +328,9 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     sparse = [line(DW, 10 + n, 0.0, **scores(loss, loss + 0.05)) for n, loss in enumerate(better)]
     results = written(tmp_path, [*dense, *sparse, *GOOD[4:]])
     first = claims.judged(NAME, results).judgements[0]
-    assert (first.verdict, first.by_accuracy, first.by_validation) == (effects.HOLDS, effects.WORSE, effects.WORSE)
-    assert first.validation.difference == pytest.approx(np.mean(better) + 0.05 - np.mean(DENSE))
+    verdicts = {"loss": effects.HOLDS, "accuracy": effects.WORSE, "validation loss": effects.WORSE}
+    assert (first.verdict, first.verdicts) == (effects.HOLDS, verdicts)
+    assert first.differences["validation loss"].difference == pytest.approx(np.mean(better) + 0.05 - np.mean(DENSE))
     row = next(row for row in reproduce.block(NAME, results)[0].splitlines() if "as good as dense | holds" in row)
     assert "| does not hold: worse, +0.0501 [+0.0" in row
     screen = reproduce.block("claims", results)[0]
@@ -349,34 +345,38 @@ def test_missing_seeds_are_named_below_the_main_claims(tmp_path):
     assert "; its claims with all runs are judged)." in screen
 
 
-def test_a_loss_that_is_no_number_is_refused(tmp_path):
-    lines = [*GOOD, *runs(DW, [0.33, math.nan])]
-    with pytest.raises(Mistake, match=r"with seed 11 finished, but its hardened_loss is nan. Delete its line."):
-        claims.judged(NAME, written(tmp_path, lines))
+def without(field):
+    return lambda: [{name: value for name, value in line("dense", 10, 0.3).items() if name != field}]
 
 
-def test_an_arm_of_which_only_some_runs_have_hardened_networks_is_refused(tmp_path):
-    lines = [*GOOD, *runs(DW, [0.33]), line(DW, 11, 0.0, figures={"accuracy": 0.88, "loss": 0.35})]
-    with pytest.raises(
-        Mistake, match=r"“MdGf .*” with seed 11 has no hardened_accuracy, but other runs of it have one"
-    ):
-        claims.judged(NAME, written(tmp_path, lines))
+FIELDS = ("figures", "devices", "flops", "outcome", "changes", "steps", "began", "ended", "versions")
+NO_NUMBERS = ({"figures": None}, {"figures": {"loss": "0.3"}}, {"flops": None}, {"flops": [None, 1.0]}, {"steps": "9"})
+REFUSED = [  # what is refused, and why: made when the seeds of the study are the tests' own
+    (lambda: runs(DW, [0.33, math.nan]), "with seed 11 finished, but its hardened_loss is nan. Delete its line."),
+    (
+        lambda: [*runs(DW, [0.33]), line(DW, 11, 0.0, figures={"accuracy": 0.88, "loss": 0.35})],
+        "“MdGf .*” with seed 11 has no hardened_accuracy, but other runs of it have one",
+    ),
+    (
+        lambda: [*runs(DW, [0.33]), line(DW, 11, 0, figures=line(DW, 11, 0.33)["figures"] | {"validation_loss": 0.3})],
+        "“MdGf .*” with seed 10 has no validation_loss, but other runs of it have one",
+    ),
+    (lambda: [line("dense", 3, 0.3)], "recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"),
+    *(
+        (lambda change=change: [line("dense", 10, 0.3, **change)], r"line 9 is not a line of results \(\w+Error: .*\)")
+        for change in NO_NUMBERS
+    ),
+    *(
+        (without(field), rf"line 9 is not a line of results \(KeyError: '{field}'\). Delete the line")
+        for field in FIELDS
+    ),
+]
 
 
-def test_an_arm_of_which_only_some_runs_have_a_validation_loss_is_refused(tmp_path):
-    figures = line(DW, 11, 0.33)["figures"] | {"validation_loss": 0.3}
-    lines = [*GOOD, *runs(DW, [0.33]), line(DW, 11, 0.33, figures=figures)]
-    with pytest.raises(Mistake, match=r"“MdGf .*” with seed 10 has no validation_loss, but other runs of it have one"):
-        claims.judged(NAME, written(tmp_path, lines))
-
-
-@pytest.mark.parametrize(
-    "change", [{"figures": None}, {"figures": {"loss": "0.3"}}, {"flops": None}, {"flops": [None, 1.0]}, {"steps": "9"}]
-)
-def test_a_figure_that_is_no_number_is_refused(change, tmp_path):
-    lines = [*GOOD, line("dense", 10, 0.3, **change)]
-    with pytest.raises(Mistake, match=r"line 9 is not a line of results \(\w+Error: .*\). Delete the line"):
-        claims.judged(NAME, written(tmp_path, lines))
+@pytest.mark.parametrize(("lines", "why"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
+def test_results_that_are_not_those_of_the_study_are_refused(lines, why, tmp_path):
+    with pytest.raises(Mistake, match=why):
+        claims.judged(NAME, written(tmp_path, [*GOOD, *lines()]))
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path):
@@ -402,15 +402,6 @@ def test_a_run_that_was_continued_took_the_time_of_its_parts(tmp_path):
     lines = [line("dense", 10, 0.33, seconds=3600.0), line("dense", 11, 0.33, seconds=1800.0), *GOOD[4:]]
     assert [recorded.seconds(each) for each in lines[1:3]] == [1800, 30]
     assert "The 6 runs took 1 h." in reproduce.block(NAME, written(tmp_path, lines))[0]
-
-
-@pytest.mark.parametrize(
-    "field", ["figures", "devices", "flops", "outcome", "changes", "steps", "began", "ended", "versions"]
-)
-def test_a_line_without_a_field_is_refused(field, tmp_path):
-    cut = {name: value for name, value in line("dense", 10, 0.3).items() if name != field}
-    with pytest.raises(Mistake, match=rf"line 9 is not a line of results \(KeyError: '{field}'\). Delete the line"):
-        claims.judged(NAME, written(tmp_path, [*GOOD, cut]))
 
 
 def test_a_limit_that_was_not_computed_is_told(tmp_path):

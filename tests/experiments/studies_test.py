@@ -15,7 +15,7 @@ from flax import nnx
 import nmjax as nm
 from experiments import config_files, members, recorded, reproduce
 from experiments.errors import Mistake
-from experiments.report import dots
+from experiments.report import curves
 from experiments.studies import __main__ as looks, descent, dw, looking, noise, times
 from experiments.training import digest
 from tests.experiments.runs import as_people_run_it as as_people_run_it
@@ -92,13 +92,32 @@ def test_every_study_is_found_by_the_name_of_its_results():
 
 
 @pytest.mark.slow
-def test_the_page_is_what_its_results_say():
-    text = reproduce.PAGE.read_text()
-    renewed, pictures = reproduce.page(text)
-    assert renewed == text
+@pytest.mark.parametrize("path", reproduce.PAGES, ids=lambda path: path.stem)
+def test_a_page_is_what_its_results_say(path):
+    renewed, pictures = reproduce.page(path)
+    assert renewed == path.read_text()
+    assert "<!-- claims\n" in renewed
     words = re.compile(r">([^<>]+)</text>")
     for name, svg in pictures.items():
         assert words.findall((reproduce.RESULTS / f"{name}.svg").read_text()) == words.findall(svg) != []
+
+
+def test_a_block_shows_the_claims_that_it_asks_for(tmp_path):
+    """The study of that section, and its verdict. A claim that the study does not have is refused."""
+    page, asks = tmp_path / "page.md", "<!-- claims\nIs it {}?\nheld_vit_cpu: {}\n-->\n{}<!-- end -->"
+    page.write_text(f"a {asks.format('good', 'FST.*', 'old')} b")
+    head, rule, row = (
+        reproduce.page(page)[0].removeprefix(f"a {asks.format('good', 'FST.*', '')[:-12]}").split("\n")[:3]
+    )
+    assert "| question | network | claim |" in head
+    address = re.search(r"\[ViT, Fashion-MNIST\]\(.*REPRODUCTION.md#masks-that-are-held\)", row)
+    assert address is not None
+    assert row.startswith(
+        f"| Is it good? | {address[0]} | FST, which is dense in its last sixth, is as good as dense |"
+    )
+    page.write_text(asks.format("good", "FST", ""))
+    with pytest.raises(Mistake, match="held_vit_cpu has no claim 'FST'"):
+        reproduce.page(page)
 
 
 @pytest.mark.parametrize("method", ["STE", "S-STE"])
@@ -311,64 +330,41 @@ def test_the_commands_of_results_explain_themselves(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("best", "joined"), [(max, 3), (min, 2)])
-def test_what_nothing_beats_is_joined(best, joined):
-    """By hand. Of the line only the most expensive point may be joined."""
-    points = [
-        dots.Point(name, cost, value) for name, cost, value in (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
-    ]
-    line = [dots.Point("", 0.5, 9.0, colour="s1"), dots.Point("", 1.0, 0.5, colour="s1")]
-    words = {"alt": "", "along": "cost", "up": "value", "keys": {}, "say": str}
-    svg = dots.frontier("here", points, [line], best=best, **words)
+def test_names_of_a_frontier_are_beside_their_points_and_apart(best, joined):
+    """By hand. Of the line only the most expensive point may be joined to those that nothing beats."""
+    at = (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
+    points = [curves.Point(*each) for each in at]
+    line = [curves.Point("", 0.5, 9.0, colour="s1"), curves.Point("", 1.0, 0.5, colour="s1")]
+    words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}, "say": str}
+    svg = curves.frontier("here", points, [line], best=best, **words)
     (dashed,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray: 4,3', svg)
     assert len(re.findall("[ML]", dashed)) == joined
-    assert dots.frontier("here", points[:1], [], **words).count(">a<") == 1
-    assert [p.cost for p in dots._apart([points[0], points[0]], 0.1)] == pytest.approx([0.85, 0.95])
-
-
-def test_names_stand_beside_their_points():
-    points = [dots.Point(name, *at) for name, *at in (("a", 0.6, -40.0), ("b", 0.8, -3.0))]
-    line = [dots.Point("", cost, value, 90.0) for cost, value in ((1.0, 0.0), (0.5, -90.0))]
-    words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}}
-    svg = dots.frontier("here", points, [line], **words, say=str)
-    marks = [(float(x), float(y)) for x, y in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)]
-    assert len(marks) == 4
-    for name, (x, y) in zip("ab", marks[2:], strict=True):
-        ((a, b),) = re.findall(rf'x="([\d.]+)" y="([\d.]+)">{name}<', svg)
-        assert abs(float(a) - x) < 20
-        assert abs(float(b) - y) < 20
-
-
-def test_names_beside_points_are_apart():
-    """Close points: no two names overlap, and no name lies on a point."""
-    from matplotlib.figure import Figure
-
-    axes = Figure(figsize=(8, 5), dpi=72).add_axes((0.1, 0.1, 0.8, 0.8))
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-1, 1)
-    points = [dots.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
-    apart = dots._apart(points, 0.02)
-    assert np.allclose(np.diff([p.cost for p in apart]), 0.021)
-    boxes = []
-    for p, x, y, how in dots._places(axes, apart, []):
-        start = x if how == "left" else x - dots.LETTER * len(p.name)
-        boxes.append((start, start + dots.LETTER * len(p.name), y - 6, y + 6))
-    spots = [axes.transData.transform((p.cost, p.value)) for p in apart]
-    for n, (a, b, c, d) in enumerate(boxes):
-        assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
-        assert not any(a < x < b and c < y < d for x, y in spots)
+    near = [curves.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
+    for of in (points, near):
+        svg, boxes = curves.frontier("here", of, [line], best=best, **words), []
+        marks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)[2:]  # after those of the line
+        for p, (x, y) in zip(of, marks, strict=True):
+            ((style, a, b),) = re.findall(rf'<text style="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>{p.name}<', svg)
+            length, a, b = curves.LETTER * len(p.name), float(a), float(b)
+            start = a - length if "end" in style else a
+            assert min(abs(start - float(x)), abs(start + length - float(x))) < 20
+            assert abs(b - float(y)) < 70
+            boxes.append((start, start + length, b - 10, b + 2))
+        for n, (a, b, c, d) in enumerate(boxes):
+            assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
 
 
 def test_a_tick_has_all_its_digits_and_a_picture_its_own_ground():
     """A tick at 1.025 was labelled 1.02. A picture without a ground was dark text on a dark page, or light on light."""
-    points = [dots.Point("a", 1.001, 0.1, 0.1), dots.Point("b", 1.029, 0.2, 0.1)]
-    svg = dots.frontier("ticks", points, [], alt="", along="", up="", keys={}, say=str)
+    points = [curves.Point("a", 1.001, 0.1, 0.1), curves.Point("b", 1.029, 0.2, 0.1)]
+    svg = curves.frontier("ticks", points, [], alt="", along="", up="", keys={}, say=str)
     labels = [float(label) for label in re.findall(r">(1(?:\.[0-9]+)?)<", svg)]
     steps = [round(b - a, 9) for a, b in itertools.pairwise(labels)]
     assert len(labels) > 3
     assert len(set(steps)) == 1, labels
-    style = re.search("<style>(.*?)</style>", dots.standalone(svg))[1]
+    style = re.search("<style>(.*?)</style>", curves.standalone(svg))[1]
     assert "background: var(--paper)" in style
     assert (
         re.findall(r"--paper: (#\w+)", style)
-        == re.findall(r"--paper: (#\w+)", Path(dots.__file__).with_name("page.css").read_text())[:2]
+        == re.findall(r"--paper: (#\w+)", (Path(curves.__file__).parent / "templates" / "page.css").read_text())[:2]
     )

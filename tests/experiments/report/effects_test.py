@@ -113,7 +113,7 @@ def test_what_the_runs_do_not_tell_is_said(values, pair, why):
     ],
 )
 def test_verdicts_on_better(effect, better):
-    assert effects.verdict_better(effect, 0.5) == better
+    assert effects.verdict("better than", effect, 0.5) == better
 
 
 def judged(draw, margin):
@@ -133,7 +133,9 @@ def test_no_verdict_is_stronger_than_its_interval():
     for _ in range(3000):
         of_zero, of_margin = judged(draw, margin)
         low, high = of_zero.interval()
-        better, as_good = effects.verdict_better(of_zero, margin), effects.verdict_as_good(of_margin, margin)
+        better, as_good = (
+            effects.verdict(claim, of, margin) for claim, of in (("better than", of_zero), ("as good as", of_margin))
+        )
         seen |= {better, f"as good: {as_good}"}
         assert (better in (HOLDS, SMALL)) == (low > 0)
         assert (better in (WORSE, SLIGHTLY_WORSE)) == (high < 0)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import report
-from experiments.report import live, runs, terms
-from experiments.report.hardest import LEVELS, PAIRS
-from experiments.report.pictures import image_uri
+from experiments.report import runs, words
+from experiments.report.examples import LEVELS, PAIRS, image_uri
 from tests.experiments.report.report_test import HOSTILE, Tags, image_run, lines, write_run, written
 
 ROOT = Path(report.__file__).parents[2]
@@ -36,6 +35,7 @@ def test_a_confusion_matrix_has_a_row_for_each_class(tmp_path):
     found = {name: re.findall(r"<td[^>]*>([^<]*)</td>", cells) for name, cells in rows}
     assert found["cat"] == ["5", "", "1", "83.3 %"]
     assert found["ship"] == ["2", "1", "5", "62.5 %"]
+    assert '<th scope="row">cat</th><td class="right" style="--share:83.3%">5</td>' in page
     assert page.count('class="right" style') == 3
     assert page.count('class="wrong" style') == 3
     pairs = re.findall("<li>(.*?)</li>", page)
@@ -56,10 +56,7 @@ def test_many_classes_are_a_list_of_pairs(tmp_path):
     assert len(pairs) == PAIRS
     assert pairs[0] == "class 7 taken for class 999: 9 of " + str(confusion[7].sum())
     assert len(page) < 200_000
-
-
-def test_without_an_error_there_are_no_pairs(tmp_path):
-    page, tags = written(with_pictures(tmp_path / "run", confusion=np.diag([3, 3, 3])))
+    page, tags = written(with_pictures(tmp_path / "right", confusion=np.diag([3, 3, 3])))
     assert "0 of 9 test images are classified wrongly (0 %)." in tags.text
     assert "confused most" not in tags.text
 
@@ -114,15 +111,12 @@ def test_a_run_that_goes_on_says_how_far_it_is_and_reloads(tmp_path):
 @pytest.mark.parametrize(("every", "seconds"), [(0.01, 5), (20.4, 20), (3600, 60)])
 def test_a_page_reloads_about_as_often_as_it_is_written(tmp_path, every, seconds):
     metrics = [{"kind": "eval", "step": n, "seconds": every * n, "loss": 1.0} for n in (1, 2, 3)]
-    assert live.reload(report.read(write_run(tmp_path, metrics, about={"outcome": "running"}))) == seconds
-    assert live.reload(report.read(write_run(tmp_path, metrics, about={"outcome": "diverged: x"}))) == 0
-
-
-def test_a_run_without_a_line_says_nothing_of_its_time(tmp_path):
+    assert report.read(write_run(tmp_path, metrics, about={"outcome": "running"})).reload == seconds
+    assert report.read(write_run(tmp_path, metrics, about={"outcome": "diverged: x"})).reload == 0
     run = report.read(write_run(tmp_path, [], about={"outcome": "running", "steps": 10}))
-    assert (live.progress(run), live.reload(run)) == ("", 5)
+    assert (run.progress, run.reload) == ("", 5)
     one = [{"kind": "train", "step": 3, "seconds": 1.0, "loss": 1.0}]
-    assert live.progress(report.read(write_run(tmp_path, one, about={"steps": 10}))) == "step 3 of 10"
+    assert report.read(write_run(tmp_path, one, about={"steps": 10})).progress == "step 3 of 10"
 
 
 # ---- the plan ----
@@ -151,17 +145,8 @@ def test_the_plan_is_a_page_and_a_part_of_the_report(tmp_path):
 
 def test_the_glossary_has_every_meaning_of_a_report():
     glossary = " ".join((ROOT / "docs" / "glossary.md").read_text().split())
-    for term, meaning in terms.TERMS.items():
+    for term, meaning in words.TERMS.items():
         assert " ".join(meaning.split()) in glossary, term
-
-
-def test_a_word_is_explained_where_it_is_used_first():
-    first, second, third = terms.explained(["<p>hardened accuracy</p>", "<b>Hardened</b> MFU", ""])
-    assert first.startswith("<p>hardened accuracy</p><details")
-    assert re.findall("<dt>(.*?)</dt>", first + second + third) == ["hardened", "MFU"]
-    assert terms.TERMS["MFU"] in second
-    assert third == ""
-    assert terms.explained(['<p class="hardened">nothing</p>']) == ['<p class="hardened">nothing</p>']
 
 
 def test_words_of_a_run_are_explained_in_its_report(tmp_path):

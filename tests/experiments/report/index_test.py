@@ -94,7 +94,7 @@ def test_the_frontier_by_enumeration(metric):
     draw = random.Random(0)
     for size in itertools.chain(range(1, 8), [60] * 20):
         found = [
-            index.Entry(str(n), None, "digits", metric, "", draw.randint(1, 9) / 10, None, 10.0, draw.randint(1, 9), [])
+            index.Entry(str(n), None, "digits", metric, draw.randint(1, 9) / 10, draw.randint(1, 9))
             for n in range(size)
         ]
         edge = index.frontier(found)
@@ -148,42 +148,44 @@ def test_scores_of_the_two_splits_have_a_column_each(tmp_path, metric):
     assert page.count(f'<td data-v="0.8">{say(0.8)}') == 1  # the column can be sorted
 
 
-def test_the_page_says_that_one_chooses_by_validation(tmp_path):
+def test_words_are_explained_and_one_chooses_by_validation(tmp_path):
     make(tmp_path / "a", figures={"hardened_accuracy": 0.9, "validation_hardened_accuracy": 0.8})
     page = index.render(tmp_path)
-    assert "The scores here are of the test split." in page
     assert "To choose a run, compare the scores in the column validation of the table." in page
-
-
-def test_the_words_of_the_index_are_explained(tmp_path):
-    make(tmp_path / "a", figures={"hardened_accuracy": 0.9, "validation_hardened_accuracy": 0.8})
-    page = index.render(tmp_path)
-    words = re.findall("<dt>(.*?)</dt>", "".join(re.findall('<details class="terms">.*?</details>', page)))
+    words = re.findall("<dt>(.*?)</dt>", page)
     assert {"hardened", "effective", "share of dense", "frontier", "validation"} <= set(words)
+    assert len(words) == len(set(words))
     assert "best" not in words  # its meaning is the best evaluation of one run
     assert page.index("<dt>hardened</dt>") < page.index('<section id="frontier">')  # under the table that has the word
 
 
-def test_a_dense_run_is_said_to_be(tmp_path):
-    make(tmp_path / "a", "ste(2,4)")
-    config = {"seed": 0, "data": {"name": "digits"}, "model": {"name": "vit", "size": "S"}, "sparsity": {}}
-    (make(tmp_path / "b", flops=(10, 10)) / "config.json").write_text(json.dumps(config))
-    rows = cells(index.render(tmp_path))
-    assert [text(rows[name]["what differs"]) for name in "ab"] == ["mlp=ste(2,4)", "dense"]
+MANY = {f"field{i}": 1 for i in range(10)} | {"sparsity": {"mlp": "ste(2,4)"}}
 
 
-def test_methods_come_first_and_rules_last(tmp_path):
-    fields = {
-        "a": {"alpha": 1, "rules": [1], "sparsity": {}},
-        "b": {"alpha": 2, "rules": [2], "sparsity": {"mlp": "x"}},
-    }
-    for name, config in fields.items():
-        (make(tmp_path / name) / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize(
+    ("configs", "differs"),
+    [
+        (  # methods come first, and rules last
+            [{"alpha": 1, "rules": [1], "sparsity": {}}, {"alpha": 2, "rules": [2], "sparsity": {"mlp": "x"}}],
+            ["sparsity={}, alpha=1, rules=[1]", "mlp=x, alpha=2, rules=[2]"],
+        ),
+        (  # a dense run is said to be
+            [{"alpha": 1, "sparsity": {"mlp": "x"}}, {"alpha": 1, "sparsity": {}, "dense": True}],
+            ["mlp=x", "dense, dense=True"],
+        ),
+        (  # many fields are counted
+            [MANY, dict.fromkeys(MANY, 0) | {"sparsity": {"mlp": "ste(1,4)"}}],
+            ["mlp=ste(2,4), " + ", ".join(f"field{i}=1" for i in range(5)) + ", and 5 more"]
+            + ["mlp=ste(1,4), " + ", ".join(f"field{i}=0" for i in range(5)) + ", and 5 more"],
+        ),
+    ],
+)
+def test_what_differs(tmp_path, configs, differs):
+    for name, config in zip("ab", configs, strict=True):
+        folder = make(tmp_path / name, flops=(10, 10 if config.get("dense") else 8))
+        (folder / "config.json").write_text(json.dumps(config))
     rows = cells(index.render(tmp_path))
-    assert [text(rows[name]["what differs"]) for name in "ab"] == [
-        "sparsity={}, alpha=1, rules=[1]",
-        "mlp=x, alpha=2, rules=[2]",
-    ]
+    assert [text(rows[name]["what differs"]) for name in "ab"] == differs
 
 
 def test_a_name_that_the_folder_does_not_have_is_shown(tmp_path):
@@ -192,14 +194,6 @@ def test_a_name_that_the_folder_does_not_have_is_shown(tmp_path):
     make(tmp_path / "sweep/mlp=ste-2-4", name="mlp=ste(2,4)")  # stands in "what differs"
     names = {"first vit_24", "vit_24-20260131-120000", "sweep/mlp=ste-2-4"}
     assert set(cells(index.render(tmp_path))) == names
-
-
-def test_many_fields_that_differ_are_counted(tmp_path):
-    for n in range(2):
-        fields = {f"field{i}": n for i in range(10)} | {"sparsity": {"mlp": f"ste({n + 1},4)"}}
-        (make(tmp_path / str(n)) / "config.json").write_text(json.dumps(fields))
-    differs = text(cells(index.render(tmp_path))["1"]["what differs"])
-    assert differs == "mlp=ste(2,4), field0=1, field1=1, field2=1, field3=1, field4=1, and 5 more"
 
 
 def test_nothing_of_a_run_is_markup(tmp_path):
@@ -261,10 +255,6 @@ def test_the_page_that_a_folder_gets(tmp_path, capsys):
     assert '<a href="../sweep/a/report.html">' in (tmp_path / "three/index.html").read_text()
     assert command.main([str(tmp_path)]) == 0  # an index is written anew
     capsys.readouterr()
-
-
-def test_another_page_is_not_replaced(tmp_path, capsys):
-    make(tmp_path / "a")
     page = tmp_path / "index.html"
     page.write_text("<h1>My page</h1>")
     assert command.main([str(tmp_path)]) == 2
@@ -277,8 +267,11 @@ def test_another_page_is_not_replaced(tmp_path, capsys):
 
 
 def test_of_a_finished_run_two_files_are_read(tmp_path, monkeypatch):
+    """And of metrics.jsonl only the end."""
     for n in range(20):
         make(tmp_path / f"run{n}", outcome="running" if n == 7 else "finished")
+    long = tmp_path / "run7" / "metrics.jsonl"
+    long.write_text('{"kind": "eval", "step": 1}\n' * 100_000 + '{"kind": "eval", "step": 2}\n')
     opened, parsed = [], []
     real, parse = files.opened, runs.parse_metrics
     monkeypatch.setattr(files, "opened", lambda path, links=True: (opened.append(path), real(path, links))[1])
@@ -304,13 +297,6 @@ def test_the_last_evaluation_is_found_from_the_end(tmp_path, block, monkeypatch)
         (folder / "metrics.jsonl").write_text(content)
         assert last_line(folder / "metrics.jsonl", "eval") is None
     assert last_line(tmp_path / "none", "eval") is None
-
-
-def test_of_a_long_file_only_the_end_is_read(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "train", "step": 1}\n' * 100_000 + '{"kind": "eval", "step": 1}\n')
-    monkeypatch.setattr(runs, "parse_metrics", lambda line: ({"eval": [{"step": line.count("\n") + 1}]}, ()))
-    assert last_line(path, "eval") == {"step": 1}
 
 
 def test_a_page_of_many_runs_is_small_and_draws_each_once(tmp_path):
