@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.data import reading, validation
+from experiments.data import validation
 from experiments.data.order import positions
 from experiments.errors import Missing, Mistake
+from experiments.files import opened
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # of these suffixes; for other formats Pillow may start programs
@@ -195,7 +196,7 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
     from PIL import Image
 
     try:
-        with reading.opened(file) as raw, Image.open(raw, formats=_FORMATS) as image:
+        with opened(file) as raw, Image.open(raw, formats=_FORMATS) as image:
             full = image.size
             left, top, width, height = _middle(*full) if rng is None else _part(*full, rng)
             if rng is not None:  # decode a JPEG at 1/2, 1/4 or 1/8 of its size, where that is fine enough

@@ -1,7 +1,6 @@
 """Texts with labels: JSON lines, or docstrings of Python's standard library; and their tokens."""
 
 import ast
-import gzip
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -136,17 +135,11 @@ def _read(name: str, dir: str | Path) -> list[tuple[str, str | None, Any]]:
     """Return the text, the second text and the label of each line of a file."""
     ends = ("",) if name.endswith((".jsonl", ".gz")) else ("", ".jsonl", ".jsonl.gz")
     path = find([f"{name}{end}" for end in ends], dir, how="Add --config.data.dir=DIR.")
-    rows = []
     try:
-        with reading.opened(path) as file:
-            packed = path.suffix == ".gz"
-            data = reading.whole(gzip.GzipFile(fileobj=file), reading.most(path)) if packed else file.read()
-        lines = data.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise Mistake(f"{path} cannot be read: {error}.") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            rows.append(_row(f"{path}, line {number}", line))
+        lines = reading.whole(path).decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{path} is not UTF-8: {error.reason} at byte {error.start:,}.") from None
+    rows = [_row(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise Mistake(f"{path} has no examples.")
     return rows

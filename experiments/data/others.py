@@ -17,9 +17,6 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
       dir: The one argument that the function is called with: ``config.data.dir``, which may be empty.
       kind: What the function has to return: `images.Images`, `text.Text` or `labelled.Labelled`.
 
-    Returns:
-      What the function returns.
-
     Raises:
       Mistake: The name cannot be imported, is no function, or returns something else.
     """
@@ -31,8 +28,6 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
         raise Mistake(f"config.data.name={name!r} is a {type(make).__name__}, not a function of a folder.")
     data = make(str(dir))
     if not isinstance(data, kind):
-        raise Mistake(
-            f"config.data.name={name!r} returns a {type(data).__name__}, not {kind.__module__}.{kind.__name__}"
-            f"({', '.join(kind.__annotations__)})."
-        )
+        wanted = f"{kind.__module__}.{kind.__name__}({', '.join(kind.__annotations__)})"
+        raise Mistake(f"config.data.name={name!r} returns a {type(data).__name__}, not {wanted}.")
     return data

@@ -1,221 +1,15 @@
-"""Texts and folders of images: read, tokenised, streamed."""
+"""Folders of images: their layouts, streams of batches, and files that cannot be read."""
 
-import gzip
-import json
-import logging
-import lzma
 import os
-import tarfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.data import folder, text
+from experiments.data import folder
 from experiments.data.order import positions
 from experiments.errors import Mistake
-
-PACKS = Path(os.environ.get("NMJAX_DATA") or Path(__file__).parents[4] / "shared" / "data")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_but_here(monkeypatch, tmp_path):
-    monkeypatch.delenv("NMJAX_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-# ---- bytes ----
-
-
-def test_pydoc_is_always_there():
-    got = text.load("pydoc")
-    assert (got.vocabulary, got.bytes_per_token, got.train.dtype) == (256, 1.0, np.uint8)
-    assert len(got.test) == pytest.approx(len(got.train) / 9, rel=1e-3)
-    assert "Python 3." in got.note
-    whole = got.decode(np.concatenate([got.train, got.test]))
-    assert 'The "for" statement' in whole
-    assert "\ufffd" not in whole
-
-
-@pytest.mark.parametrize("name", ["tale", "tale.txt", "tale.txt.xz", "tale.txt.gz", "tales"])
-def test_a_text_in_every_wrapping(tmp_path, name):
-    data = bytes(np.random.default_rng(0).integers(1, 128, 1000, dtype=np.uint8))
-    wrap = {"xz": lzma.compress, "gz": gzip.compress}.get(name.rsplit(".")[-1], bytes)
-    if name == "tales":
-        for part, cut in (("b.txt.gz", slice(300, 950)), ("a.txt", slice(0, 300)), ("c.txt", slice(950, 1000))):
-            path = tmp_path / name / part
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(gzip.compress(data[cut]) if part.endswith("gz") else data[cut])
-        (tmp_path / name / "README.md").write_text("not this")
-    else:
-        (tmp_path / (name if "." in name else f"{name}.txt")).write_bytes(wrap(data))
-    got = text.load(name, tmp_path)
-    assert (got.train.tobytes(), got.test.tobytes()) == (data[:900], data[900:])
-    folder = f"{tmp_path}/tales has 3 files: a.txt, b.txt.gz, c.txt; not read, because their names do not end in .txt, "
-    assert got.note == (folder + ".txt.xz, .txt.gz: 1 file: README.md" if name == "tales" else "")
-
-
-@pytest.mark.parametrize("name", ["tale", "tale.txt", "tale.txt.gz"])
-def test_a_text_is_found_in_another_wrapping(tmp_path, name):
-    (tmp_path / "tale.txt.xz").write_bytes(lzma.compress(b"once upon a time " * 40))
-    assert text.load(name, tmp_path).train.tobytes().startswith(b"once upon")
-
-
-def test_a_folder_of_many_files_names_a_few(tmp_path):
-    for n in range(8):
-        (tmp_path / f"{n}.txt").write_text("abc" * 10)
-    assert text.load(str(tmp_path)).note == f"{tmp_path} has 8 files: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 3 more"
-
-
-def archives(folder):
-    """Write files that are no text, and return what each looks like by its name."""
-    with tarfile.open(folder / "a.txt", "w") as file:
-        file.add(__file__, "b.py")
-    with zipfile.ZipFile(folder / "b.txt", "w") as file:
-        file.writestr("a", "text")
-    Image.new("RGB", (4, 4)).save(folder / "c.txt", "PNG")
-    Image.new("RGB", (4, 4)).save(folder / "d.txt", "JPEG")
-    (folder / "e.txt").write_bytes(gzip.compress(b"text"))
-    (folder / "f.txt.gz").write_bytes(gzip.compress(lzma.compress(b"text")))
-    (folder / "g.txt").write_text("text" * 99, encoding="utf-16")
-    np.save(folder / "h.npy", np.ones(99))
-    (folder / "i.txt").write_bytes(b"text\0text")
-    (folder / "j.txt").write_bytes("grün".encode("latin-1"))
-    (folder / "k.txt").write_bytes("grün".encode()[:-2])
-    return {
-        "a": "a tar archive", "b": "a zip archive", "c": "a PNG image", "d": "a JPEG image", "e": "a gzip archive",
-        "f": "an xz archive", "g": "text in UTF-16", "h.npy": "an array of NumPy", "i": "byte 4 is 0, as in a binary",
-        "j": "is not UTF-8: invalid start byte at byte 2", "k": "is not UTF-8: unexpected end of data at byte 2",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", "abcdefgijk")
-@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
-def test_what_is_no_text_is_told_by_its_looks(tmp_path, name, tokenizer):
-    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    (tmp_path / "words.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    with pytest.raises(Mistake, match=archives(tmp_path)[name]) as caught:
-        text.load(name, tmp_path, tokenizer=tokenizer)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("cut", range(-4, 5))
-def test_characters_at_the_end_of_a_block_are_whole(tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(text, "_BLOCK", 16)
-    data = ("a" * (16 + cut) + "🌳木" * 20).encode()
-    (tmp_path / "a.txt").write_bytes(data)
-    got = text.load("a", tmp_path)
-    assert got.train.tobytes() + got.test.tobytes() == data
-    (tmp_path / "a.txt").write_bytes(data[:60] + b"\xff" + data[60:])
-    with pytest.raises(UnicodeDecodeError) as wrong:
-        (tmp_path / "a.txt").read_bytes().decode()
-    with pytest.raises(Mistake, match=f"at byte {wrong.value.start}\\."):
-        text.load("a", tmp_path)
-
-
-def test_a_text_beside_its_validation(tmp_path):
-    (tmp_path / "a.txt").write_text("é" * 50, encoding="utf-8")
-    (tmp_path / "b.txt").write_bytes(b"xyz")
-    got = text.load("a", tmp_path, test="b")
-    assert (len(got.train), got.decode(got.test), got.decode(got.train[:1])) == (100, "xyz", "\ufffd")
-
-
-def test_the_cut_spares_characters(tmp_path):
-    (tmp_path / "a.txt").write_text("aaaaaaaaaaa🌳z", encoding="utf-8")  # 16 bytes: 14 is inside the tree
-    got = text.load("a", tmp_path)
-    assert (got.decode(got.train), got.decode(got.test)) == ("aaaaaaaaaaa🌳", "z")
-
-
-def test_texts_that_cannot_be_read(tmp_path):
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"x" * 1000)[:-20])
-    (tmp_path / "b.txt.gz").write_bytes(b"no gzip")
-    (tmp_path / "empty").mkdir()
-    for name, why in (("a", "a.txt.xz cannot be read"), ("b", "b.txt.gz cannot be read"), ("empty", "holds no text")):
-        with pytest.raises(Mistake, match=why):
-            text.load(name, tmp_path)
-    with pytest.raises(Mistake, match="found none of c, c.txt, c.txt.xz, c.txt.gz in"):
-        text.load("c", tmp_path)
-
-
-# ---- a tokenizer ----
-
-
-@pytest.fixture
-def tale(tmp_path):
-    """A text of 300 kB, of several bytes a character, and a byte-level tokenizer trained on it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    rng = np.random.default_rng(0)
-    words = ["tree", "grüßen", "木", "🌳", "run", "running", "the", "of"]
-    lines = [" ".join(rng.choice(words, 12)) for _ in range(4000)]
-    story = "\n".join(lines)
-    (tmp_path / "tale.txt").write_text(story, encoding="utf-8")
-    made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator(lines, vocab_size=280, special_tokens=["<end>"], show_progress=False)
-    made.enable_truncation(5)  # which a file may hold, and a text must not suffer
-    made.save(str(tmp_path / "words.json"))
-    return story
-
-
-def test_tokens(tmp_path, tale, caplog):
-    with caplog.at_level(logging.INFO):
-        got = text.load("tale", tmp_path, tokenizer="words")
-    assert "tokenised" in caplog.text
-    assert (got.vocabulary, got.train.dtype) == (280, np.uint16)
-    assert 256 <= got.train.max() < 280  # pairs were merged
-    assert got.decode(got.train) + got.decode(got.test) == tale
-    as_bytes = text.load("tale", tmp_path)
-    assert got.decode(got.test).encode() == as_bytes.test.tobytes()  # one split, whatever the tokens
-    assert got.bytes_per_token == len(as_bytes.test) / len(got.test)
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        again = text.load("tale", tmp_path, tokenizer=str(tmp_path / "words.json"))
-    assert "tokenised" not in caplog.text
-    np.testing.assert_array_equal(again.train, got.train)
-    assert again.bytes_per_token == got.bytes_per_token
-    (tmp_path / "tale.txt").write_text(tale[:-1] + "!", encoding="utf-8")
-    assert text.load("tale", tmp_path, tokenizer="words").decode(got.test[:5]) == got.decode(got.test[:5])
-    assert text.load("tale", tmp_path, tokenizer="words", test="tale").decode(got.train[:0]) == ""
-    assert len(list((tmp_path / "cache" / "nmjax").iterdir())) == 3  # another text, other tokens
-    few = json.loads((tmp_path / "words.json").read_text(encoding="utf-8"))
-    few["model"]["merges"] = []
-    (tmp_path / "words.json").write_text(json.dumps(few), encoding="utf-8")
-    assert text.load("tale", tmp_path, tokenizer="words").bytes_per_token == 1
-
-
-def test_a_line_of_any_length_is_tokenised(tmp_path, tale):
-    story = "🌳木" * 40_000  # 280 kB and no line end
-    (tmp_path / "line.txt").write_text(story, encoding="utf-8")
-    got = text.load("line", tmp_path, tokenizer="words")
-    assert got.decode(got.train) + got.decode(got.test) == story
-
-
-def test_what_is_not_utf8_is_found(tmp_path, tale):
-    data = tale.encode()
-    at = data.index(b"tree", 150_000)
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "1.txt").write_text(tale, encoding="utf-8")
-    (tmp_path / "two" / "2.txt").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
-    with pytest.raises(Mistake, match=f"2.txt is not UTF-8: invalid start byte at byte {at:,}. Convert it"):
-        text.load("two", tmp_path, tokenizer="words")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(Mistake, match="bad.json is not a JSON file of Hugging Face's tokenizers"):
-        text.load("two", tmp_path, tokenizer="bad")
-    with pytest.raises(Mistake, match="found none of gpt2, gpt2.json"):
-        text.load("two", tmp_path, tokenizer="gpt2")
-
-
-def test_the_packs_of_text():
-    if not (PACKS / "tinyshakespeare.txt").exists():
-        pytest.skip(f"no tinyshakespeare.txt in {PACKS}")
-    got = text.load("tinyshakespeare", PACKS)
-    assert len(got.train) + len(got.test) == 1_115_394
-    assert len(np.unique(got.train)) == 65
-    assert got.decode(got.train[:14]) == "First Citizen:"
-
-
-# ---- folders of images ----
 
 
 def colour(file):
@@ -226,8 +20,6 @@ def colour(file):
 @pytest.fixture
 def pictures(tmp_path):
     """Pictures of one colour each, whose number is in the name: 7 to train on, 5 to evaluate; PNG and JPEG."""
-    Image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("grain")
     sizes = [(40, 30), (30, 40), (200, 50), (64, 64), (1, 90), (300, 300), (33, 37)]
     for part, count in (("train", 7), ("val", 5)):
         for k in range(count):
@@ -283,8 +75,6 @@ def test_stream_evaluates_once_and_fills_up(pictures):
 @pytest.mark.parametrize("train", [True, False])
 def test_what_part_of_a_picture_is_seen(tmp_path, end, train):
     """Return the area, shape and place of a part of a ramp of red across and green down. Its corners tell them."""
-    Image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("grain")
     width, height = 480, 240
     y, x = np.mgrid[:height, :width]
     ramp = np.stack([x * 255 / width, y * 255 / height, 0 * x], -1).round().astype(np.uint8)
@@ -416,3 +206,57 @@ def test_folders_that_are_not_as_they_should_be(tmp_path, pictures):
     (tmp_path / "flat" / "train").mkdir(parents=True)
     with pytest.raises(Mistake, match="train holds no folders"):
         folder.open(tmp_path / "flat")
+
+
+def touch(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def test_an_image_of_16_bits_has_the_values_of_one_of_8(tmp_path):
+    ramp = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    files = [tmp_path / "8.png", tmp_path / "16.png"]
+    Image.fromarray(ramp.astype(np.uint8)).save(files[0])
+    Image.fromarray(257 * ramp).save(files[1])
+    eight, sixteen = (folder._image(str(file), 16, None) for file in files)
+    assert eight.max() > 200
+    np.testing.assert_array_equal(eight, sixteen)
+
+
+def test_folders_of_every_layout(tmp_path):
+    names = [f"{kind}/{i}.png" for kind in ("ant", "bee") for i in range(10, 20)]
+    inside = lambda root, files: sorted(str(Path(file).relative_to(root)) for file in files)
+    for part, others in (("flat", ""), ("alone", "train/")):
+        root = tmp_path / part
+        touch(root, *(others + name for name in names))
+        got = folder.open(root)
+        assert got.val_labels.tolist() == [0, 1]  # a tenth of each class
+        assert inside(root / others, got.train + got.val) == names
+        assert "an evenly spaced tenth of its images is the test split" in got.note
+        assert folder.open(root).val == got.val
+    touch(tmp_path / "test", *(f"train/{name}" for name in names), "test/ant/1.png", "test/bee/2.png")
+    got = folder.open(tmp_path / "test")
+    assert (len(got.train), inside(tmp_path / "test", got.val)) == (20, ["test/ant/1.png", "test/bee/2.png"])
+    assert got.note == "the test split is the folder test"
+    touch(tmp_path / "test", "val/ant/3.png", "val/bee/4.png")
+    got = folder.open(tmp_path / "test")
+    assert inside(tmp_path / "test", got.val) == ["val/ant/3.png", "val/bee/4.png"]
+    assert got.note == "the test split is the folder val; the folder test is not read"
+    touch(tmp_path / "few", "ant/1.png", "bee/1.png", "cat/1.png")
+    with pytest.raises(Mistake, match="few: bee has too few images to be split"):
+        folder.open(tmp_path / "few")
+
+
+def test_a_pipe_among_images_is_an_image_that_cannot_be_read(tmp_path):
+    os.mkfifo(tmp_path / "1.png")
+    with pytest.raises(folder.Unreadable, match="1.png cannot be read as an image .it is not a regular file"):
+        folder._image(str(tmp_path / "1.png"), 8, None)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "DDS", "TGA", "PPM", "EPS", "PDF", "ICO"])
+def test_pictures_of_other_kinds_are_not_opened(kind, tmp_path):
+    """Pillow reads more than forty kinds, some by other programs. Some decoders raise errors of any type."""
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.jpg", kind)
+    with pytest.raises(folder.Unreadable, match="cannot identify image file"):
+        folder._image(str(tmp_path / "a.jpg"), 16, None)
