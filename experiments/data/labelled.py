@@ -1,7 +1,6 @@
 """Texts with labels: JSON lines, or docstrings of Python's standard library; and their tokens."""
 
 import ast
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.data import others, reading, validation
+from experiments.data import others, reading, text, validation
 from experiments.data.find import find
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.files import of_json
 from nmjax.core import names
 from nmjax.oneshot import texts
@@ -98,9 +97,7 @@ def load(name: str, dir: str | Path = "", test: str = "") -> Labelled:
     if name == "docstrings":
         if test:
             raise Mistake("config.data.name='docstrings' has its own test texts: leave config.data.test empty.")
-        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        note = f"docstrings of Python {version}, which differ between versions"
-        return _divided(name, _docstrings(), _MODULES, note)
+        return _divided(name, _docstrings(), _MODULES, f"docstrings of {text.PYTHON}")
     files = [_read(each, dir) for each in (name, test) if each]
     classes = _classes([label for rows in files for *_, label in rows], name)
     numbers = {label: number for number, label in enumerate(classes)}
@@ -138,7 +135,7 @@ def _read(name: str, dir: str | Path) -> list[tuple[str, str | None, Any]]:
     try:
         lines = reading.whole(path).decode().split("\n")
     except UnicodeDecodeError as error:
-        raise Mistake(f"{path} is not UTF-8: {error.reason} at byte {error.start:,}.") from None
+        raise Mistake(f"{path} cannot be read: {error}.") from None
     rows = [_row(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise Mistake(f"{path} has no examples.")
@@ -190,10 +187,8 @@ def tokenizer(path: Path) -> Any:
     Args:
       path: The folder of the checkpoint.
     """
-    try:
+    with mistaken():
         return texts.tokenizer(path / "tokenizer.json")
-    except ValueError as error:
-        raise Mistake(str(error)) from error
 
 
 def vocabulary(file: Path) -> dict[str, int]:
@@ -212,15 +207,11 @@ def encode(words: Any, examples: Sequence[Example], length: int) -> Tokens:
     """
     words.enable_truncation(length, strategy="longest_first")
     pairs = [one.text if one.text_b is None else (one.text, one.text_b) for one in examples]
-    try:
-        with texts.failing("the tokenizer of the checkpoint cannot encode the examples"):
-            encoded = words.encode_batch(pairs)
-    except ValueError as error:
-        raise Mistake(str(error)) from error
-    longest = max((len(one.ids) for one in encoded), default=1)
-    longest = min(length, -(-max(longest, 1) // 8) * 8)
-    tokens = np.zeros((len(encoded), longest), np.int32)
+    with mistaken(), texts.failing("the tokenizer of the checkpoint cannot encode the examples"):
+        encoded = words.encode_batch(pairs)
     size = np.array([len(one.ids) for one in encoded], np.int32)
+    longest = min(length, -(-int(size.max(initial=1)) // 8) * 8)
+    tokens = np.zeros((len(encoded), longest), np.int32)
     second = np.full(len(encoded), longest, np.int32)
     for row, one in enumerate(encoded):
         tokens[row, : len(one.ids)] = one.ids

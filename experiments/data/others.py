@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TypeVar
 
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from nmjax.core import names
 
 Set = TypeVar("Set")
@@ -20,10 +20,8 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
     Raises:
       Mistake: The name cannot be imported, is no function, or returns something else.
     """
-    try:
+    with mistaken("config.data.name: "):
         make = names.load(name)
-    except ValueError as error:
-        raise Mistake(f"config.data.name: {error}") from error
     if not callable(make):
         raise Mistake(f"config.data.name={name!r} is a {type(make).__name__}, not a function of a folder.")
     data = make(str(dir))

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from jax import lax
 
 from experiments.data import cache, others, reading
 from experiments.data.find import find
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.files import opened
 from nmjax.core import names
 from nmjax.core.random import bits
@@ -23,6 +24,7 @@ from nmjax.oneshot.texts import failing, tokenizer as open_tokenizer
 
 log = logging.getLogger(__name__)
 
+PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}, which differ between versions"
 _SUFFIXES = (".txt", ".txt.xz", ".txt.gz")
 _TOKENS = 1 << 24  # most tokens of a vocabulary
 _SHOWN = 5  # so many names of files are shown
@@ -106,8 +108,7 @@ def load(name: str, dir: str | Path = "", test: str = "", tokenizer: str = "byte
     texts = [_Source.of(each, dir) for each in (name, test) if each]
     notes = [text.note for text in texts if text.note]
     if "pydoc" in (name, test):
-        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        notes.append(f"the help topics of Python {version}, which differ between versions")
+        notes.append(f"the help topics of {PYTHON}")
     note = "; ".join(notes)
     if tokenizer == "bytes":
         arrays = [np.frombuffer(b"".join(parts), np.uint8) for parts in _split(texts)]
@@ -165,7 +166,7 @@ class _Source(NamedTuple):
             from pydoc_data.topics import topics
 
             return cls((), "\n".join(topics[key] for key in sorted(topics)).encode())
-        stem = name.removesuffix(next((end for end in _SUFFIXES if name.endswith(end)), ""))
+        stem = re.sub(r"\.txt(\.xz|\.gz)?$", "", name)
         asked = dict.fromkeys((name, *(f"{stem}{end}" for end in _SUFFIXES)))
         path = find(asked, dir, how="Add --config.data.dir=DIR, its folder.")
         if not path.is_dir():
@@ -247,11 +248,9 @@ def _whole(data: bytes, at: int) -> int:
 
 def _tokenizer(name: str, dir: str | Path):
     path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or write 'bytes'.")
-    try:
+    with mistaken(f"config.data.tokenizer={name!r}: "):
         opened(path).close()
         return path, open_tokenizer(path)
-    except (OSError, ValueError) as error:
-        raise Mistake(f"config.data.tokenizer={name!r}: {error}") from error
 
 
 def _encode(path: Path, words, parts: list[bytes], dtype: np.dtype) -> np.ndarray:
@@ -259,11 +258,8 @@ def _encode(path: Path, words, parts: list[bytes], dtype: np.dtype) -> np.ndarra
     total, done, logged = sum(map(len, parts)), 0, 0
     ids = [np.empty(0, dtype)]
     while group := list(itertools.islice(pieces, 64)):
-        try:
-            with failing(f"the tokenizer in {path} cannot encode the text"):
-                found = words.encode_batch_fast([piece.decode() for piece in group], add_special_tokens=False)
-        except ValueError as e:
-            raise Mistake(str(e)) from e
+        with mistaken(), failing(f"the tokenizer in {path} cannot encode the text"):
+            found = words.encode_batch_fast([piece.decode() for piece in group], add_special_tokens=False)
         ids += [np.array(encoded.ids, dtype) for encoded in found]
         done += sum(map(len, group))
         if done == total or done - logged >= 16e6:

@@ -33,9 +33,9 @@ def pictures(tmp_path):
 
 def test_open(pictures):
     assert pictures.classes == ("ant", "cat")
-    assert [colour(file) for file in pictures.train] == [110, 170, 50, 140, 20, 200, 80]
-    assert pictures.train_labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert pictures.val_labels.tolist() == [0, 0, 1, 1, 1]
+    assert [colour(file) for file in pictures.train[0]] == [110, 170, 50, 140, 20, 200, 80]
+    assert pictures.train[1].tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert pictures.test[1].tolist() == [0, 0, 1, 1, 1]
 
 
 def gone_on_with_and_in_part(batches, stream, start: int) -> None:
@@ -53,21 +53,21 @@ def taken(stream, steps):
 
 
 def test_stream_trains_in_the_order_of_positions(pictures):
-    stream = lambda **kw: folder.stream(pictures.train, pictures.train_labels, 3, 4, 16, threads=2, **kw)
+    stream = lambda **kw: folder.stream(*pictures.train, 3, 4, 16, threads=2, **kw)
     batches = taken(stream(), 6)
     for step, batch in enumerate(batches):
         assert (batch["image"].shape, batch["image"].dtype) == ((4, 16, 16, 3), np.uint8)
         index = np.asarray(positions(3, step, 4, 7)[1])
-        assert batch["label"].tolist() == pictures.train_labels[index].tolist()
-        want = np.array([colour(pictures.train[i]) for i in index])
+        assert batch["label"].tolist() == pictures.train[1][index].tolist()
+        want = np.array([colour(pictures.train[0][i]) for i in index])
         np.testing.assert_allclose(batch["image"].mean((1, 2, 3)), want, atol=2)
     gone_on_with_and_in_part(batches, stream, 2)
 
 
 def test_stream_evaluates_once_and_fills_up(pictures):
-    batches = list(folder.stream(pictures.val, pictures.val_labels, 0, 3, 16, train=False, threads=2))
+    batches = list(folder.stream(*pictures.test, 0, 3, 16, train=False, threads=2))
     assert [batch["label"].tolist() for batch in batches] == [[0, 0, 1], [1, 1, -1]]
-    want = [colour(file) for file in pictures.val] + [0]
+    want = [colour(file) for file in pictures.test[0]] + [0]
     np.testing.assert_allclose(np.concatenate([b["image"] for b in batches]).mean((1, 2, 3)), want, atol=2)
 
 
@@ -116,7 +116,7 @@ BROKEN = {
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("train", [True, False])
 def test_a_broken_picture_is_named_with_the_way_out(how, train, pictures):
-    files, labels = pictures[:2] if train else pictures[2:4]
+    files, labels = pictures.train if train else pictures.test
     BROKEN[how](Path(files[1]))
     with pytest.raises(Mistake, match=rf"{files[1]} cannot be read as an image \(.+\). .* --config.data.skip=true\."):
         taken(folder.stream(files, labels, 0, len(files), 8, train=train, threads=2), 1)
@@ -125,7 +125,7 @@ def test_a_broken_picture_is_named_with_the_way_out(how, train, pictures):
 @pytest.fixture
 def broken(pictures):
     """Three of seven to train on, two of them in a row and one the last, and two of five to evaluate."""
-    bad = [pictures.train[1], pictures.train[2], pictures.train[6], pictures.val[0], pictures.val[3]]
+    bad = [pictures.train[0][1], pictures.train[0][2], pictures.train[0][6], pictures.test[0][0], pictures.test[0][3]]
     for how, file in zip([*BROKEN, "truncated"], bad, strict=True):
         BROKEN[how](Path(file))
     return bad
@@ -134,14 +134,12 @@ def broken(pictures):
 def test_for_a_skipped_picture_the_next_one_is_trained_on(pictures, broken):
     told = []
     skipped = folder.Skipped(told.append)
-    stream = lambda **kw: folder.stream(
-        pictures.train, pictures.train_labels, 3, 4, 16, threads=2, skipped=skipped, **kw
-    )
+    stream = lambda **kw: folder.stream(*pictures.train, 3, 4, 16, threads=2, skipped=skipped, **kw)
     batches, stands = taken(stream(), 14), [0, 3, 3, 3, 4, 5, 0]
     for step, batch in enumerate(batches):
         index = [stands[i] for i in positions(3, step, 4, 7)[1].tolist()]
-        assert batch["label"].tolist() == pictures.train_labels[index].tolist()
-        want = [colour(pictures.train[i]) for i in index]
+        assert batch["label"].tolist() == pictures.train[1][index].tolist()
+        want = [colour(pictures.train[0][i]) for i in index]
         np.testing.assert_allclose(batch["image"].mean((1, 2, 3)), want, atol=2)
     gone_on_with_and_in_part(batches, stream, 5)
     assert skipped.files == set(broken[:3])
@@ -153,20 +151,20 @@ def test_a_skipped_picture_is_absent_from_the_evaluation(pictures, broken):
     told = []
     skipped = folder.Skipped(told.append)
     for _ in range(2):
-        stream = folder.stream(pictures.val, pictures.val_labels, 0, 3, 16, train=False, threads=2, skipped=skipped)
+        stream = folder.stream(*pictures.test, 0, 3, 16, train=False, threads=2, skipped=skipped)
         batches = list(stream)
         assert [batch["label"].tolist() for batch in batches] == [[-1, 0, 1], [-1, 1, -1]]
-        want = [0, *(colour(file) for file in pictures.val[1:3]), 0, colour(pictures.val[4]), 0]
+        want = [0, *(colour(file) for file in pictures.test[0][1:3]), 0, colour(pictures.test[0][4]), 0]
         np.testing.assert_allclose(np.concatenate([b["image"] for b in batches]).mean((1, 2, 3)), want, atol=2)
     assert len(told) == 2
 
 
 def test_where_nothing_can_be_read_the_folder_is_to_be_looked_at(pictures):
-    for file in pictures.train:
+    for file in pictures.train[0]:
         BROKEN["empty"](Path(file))
     told = []
     skipped = folder.Skipped(told.append)
-    stream = folder.stream(pictures.train, pictures.train_labels, 0, 2, 8, threads=2, skipped=skipped)
+    stream = folder.stream(*pictures.train, 0, 2, 8, threads=2, skipped=skipped)
     with pytest.raises(Mistake, match="100 files in a row cannot be read, from .*. Look at the folder"):
         next(stream)
     assert len(told) == 7
@@ -183,7 +181,7 @@ def test_every_format_of_images_is_read(tmp_path):
             Image.new("RGB", (12, 12), colour).save(place / f"x{ending}", kind)
     found = folder.open(tmp_path)
     assert found.classes == tuple("abcde")
-    stream = folder.stream(found.val, found.val_labels, 0, 5, 8, train=False, threads=1)
+    stream = folder.stream(*found.test, 0, 5, 8, train=False, threads=1)
     batch = next(iter(stream))
     assert sorted(batch["label"]) == list(range(5))
     for image, label in zip(batch["image"], batch["label"], strict=True):
@@ -231,17 +229,17 @@ def test_folders_of_every_layout(tmp_path):
         root = tmp_path / part
         touch(root, *(others + name for name in names))
         got = folder.open(root)
-        assert got.val_labels.tolist() == [0, 1]  # a tenth of each class
-        assert inside(root / others, got.train + got.val) == names
+        assert got.test[1].tolist() == [0, 1]  # a tenth of each class
+        assert inside(root / others, got.train[0] + got.test[0]) == names
         assert "an evenly spaced tenth of its images is the test split" in got.note
-        assert folder.open(root).val == got.val
+        assert folder.open(root).test[0] == got.test[0]
     touch(tmp_path / "test", *(f"train/{name}" for name in names), "test/ant/1.png", "test/bee/2.png")
     got = folder.open(tmp_path / "test")
-    assert (len(got.train), inside(tmp_path / "test", got.val)) == (20, ["test/ant/1.png", "test/bee/2.png"])
+    assert (len(got.train[0]), inside(tmp_path / "test", got.test[0])) == (20, ["test/ant/1.png", "test/bee/2.png"])
     assert got.note == "the test split is the folder test"
     touch(tmp_path / "test", "val/ant/3.png", "val/bee/4.png")
     got = folder.open(tmp_path / "test")
-    assert inside(tmp_path / "test", got.val) == ["val/ant/3.png", "val/bee/4.png"]
+    assert inside(tmp_path / "test", got.test[0]) == ["val/ant/3.png", "val/bee/4.png"]
     assert got.note == "the test split is the folder val; the folder test is not read"
     touch(tmp_path / "few", "ant/1.png", "bee/1.png", "cat/1.png")
     with pytest.raises(Mistake, match="few: bee has too few images to be split"):
