@@ -26,7 +26,7 @@ from nmjax.analysis.picture import Picture as Picture, show as show
 from nmjax.core import groups as groups, random as random
 from nmjax.core.bases import Grouped as Grouped, Remembering as Remembering
 from nmjax.core.context import Ctx as Ctx
-from nmjax.core.pruner import Pruner as Pruner
+from nmjax.core.pruner import Facts as Facts, KernelForm as KernelForm, Pruner as Pruner
 from nmjax.fusing import fused as fused
 from nmjax.kernels.activations import exact_gelu as exact_gelu, squared_relu as squared_relu
 from nmjax.kernels.format import Packed as Packed, pack as pack, unpack as unpack

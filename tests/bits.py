@@ -188,7 +188,7 @@ def _pruned(found, name, p, shape, axis, dtype):
         state = _state(p, first, axis, step)
         pruned = lambda x: nm.prune(p, x, axis=axis, key=5, step=step, state=state)
         out = {"y": pruned(x), "state": state}
-        if not p.stochastic:
+        if not p.facts.stochastic:
             out["dx"] = jax.vjp(pruned, x)[1](g)[0]
         try:
             key = nm.random.fold(nm.random.words(5), step)
@@ -511,7 +511,7 @@ def optim(found: Found) -> None:
         found.put(f"optim/flops of {text}", " ".join(map(repr, shares)))
     for text in PRUNERS:
         p = nm.parse_pruner(text)
-        found.put(f"optim/kept by {text}", " ".join(repr(nm.flops.kept(p, step)) for step in (None, *STEPS)))
+        found.put(f"optim/kept by {text}", " ".join(repr(p.kept(step)) for step in (None, *STEPS)))
     for n, m in ((1, 2), (2, 4), (1, 8), (5, 16), (9, 32)):
         y = awkward(32, 32)
         mask = nm.groups.top(y, 0, n, m)

@@ -96,7 +96,7 @@ def train(model: str, seed: int, *changes: str, steps: int = STEPS) -> tuple[Any
 def mean_errors(layer_errors: Callable, state: Any, batch: Any, pruner: str) -> tuple[float, float]:
     """Return the error of one draw of dw and its variance, both as means over the layers."""
     errors = jax.device_get(layer_errors(state.params, state.rest, state.step, batch, pruner))
-    return error_of_one_draw(list(errors.values()), nm.parse_pruner(pruner).stochastic)
+    return error_of_one_draw(list(errors.values()), nm.parse_pruner(pruner).facts.stochastic)
 
 
 def error_of_one_draw(errors: list[nm.metrics.Error], stochastic: bool, draws: int = DRAWS) -> tuple[float, float]:

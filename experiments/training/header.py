@@ -62,9 +62,9 @@ def _form(layer: LayerPlan) -> str:
     found: dict[str, None] = {}
     for slot in layer.slots:
         try:
-            pattern = slot.pruner.final.pattern
+            pattern = slot.pruner.final.facts.pattern
         except ValueError:  # it has no final form, because it draws again at every step
-            pattern = slot.pruner.pattern
+            pattern = slot.pruner.facts.pattern
         found[f"`{type(slot.pruner).__name__}`" if pattern is None else f"{pattern[0]}:{pattern[1]}"] = None
     return " and ".join(found)
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from nmjax.core.pruner import Pruner, kept_in_groups
 from nmjax.products.operations import Conv, Dot, RaggedDot
 from nmjax.products.sparsity import Sparsity
 
@@ -45,20 +44,6 @@ def _cost(values: tuple[int, ...], rhs: tuple[int, ...], shared: Iterable[int]) 
     return 2 * math.prod(values) * math.prod(n for a, n in enumerate(rhs) if a not in shared)
 
 
-def kept(p: Pruner, step: int | None = None) -> float:
-    """Return the share of values that a pruner keeps in n:m groups. Zeros without a pattern count as kept.
-
-    Args:
-      p: The pruner.
-      step: The step of training; without it, the sparsest step.
-
-    >>> import nmjax as nm
-    >>> nm.flops.kept(nm.mse(2, 4)), nm.flops.kept(nm.decay(nm.mse(1, 8), nm.linear(1, 0, 100)), step=50)
-    (0.5, 1.0)
-    """
-    return kept_in_groups(p, step)
-
-
 def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float, float]:
     """Return the share of the dense FLOPs of each product that is left: (fwd, dlhs, drhs).
 
@@ -71,9 +56,9 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
     ((0.5, 1.0, 0.5), (0.125, 1.0, 1.0))
     """
     slots = sparsity.slots
-    share = {name: kept_in_groups(slot.pruner, step) for name, slot in slots.items()}
+    share = {name: slot.pruner.kept(step) for name, slot in slots.items()}
     # The product for dx uses the pruned weight of the forward product. If this is n:m along both axes, dx has n:m too.
-    reused = 1.0 if slots["dlhs_rhs"].raw else slots["fwd_rhs"].pruner.kept_across(step)
+    reused = 1.0 if slots["dlhs_rhs"].raw else slots["fwd_rhs"].pruner.kept(step, across=True)
     return (
         min(share["fwd_lhs"], share["fwd_rhs"]),
         min(share["dlhs_g"], share["dlhs_rhs"], reused),

@@ -181,10 +181,10 @@ def weight(p: Pruner, dense: Float[Array, "..."], pruned: Float[Array, "..."], c
     e, s = groups.wide(dense).ravel(), groups.wide(pruned).ravel()
     norm = jnp.linalg.norm
     tied = jnp.float32(jnp.nan)
-    if p.pattern is not None:
-        merged = merging.merge(dense, contract, p.pattern[1])
+    if p.facts.pattern is not None:
+        merged = merging.merge(dense, contract, p.facts.pattern[1])
         assert merged is not None
-        tied = ties(merged[0], *p.pattern, merged[1])
+        tied = ties(merged[0], *p.facts.pattern, merged[1])
     return Weight(density(pruned), norm(s - e) / norm(e), jnp.vdot(e, s) / (norm(e) * norm(s)), tied)
 
 
@@ -261,7 +261,7 @@ def pruned_error(
     Array(0.33333334, dtype=float32)
     """
     draw = lambda key: [prune(p, x, axis=axis, key=key, step=step, state=state)]
-    return _error(draw, _keys(key, draws if p.stochastic else 1), [x], sure=not p.stochastic)
+    return _error(draw, _keys(key, draws if p.facts.stochastic else 1), [x], sure=not p.facts.stochastic)
 
 
 def gradient_error(
@@ -300,14 +300,14 @@ def gradient_error(
     >>> print(gradient_error(Sparsity(drhs_g=mse(2, 4)), x, w, g).bias)
     0.23649506
     """
-    if sparsity.fwd_lhs.stochastic or sparsity.fwd_rhs.stochastic:
+    if sparsity.fwd_lhs.facts.stochastic or sparsity.fwd_rhs.facts.stochastic:
         raise ValueError(f"{sparsity}: if a forward slot draws, no dw is the exact one. Leave that slot empty here.")
 
     def dw(sparsity: Sparsity, key: Key) -> tuple[jax.Array, ...]:
         product = lambda w: einsum("...i,io->...o", x, w, sparsity=sparsity, ctx=Ctx(key, step, state))
         return jax.vjp(product, w)[1](g)
 
-    stochastic = sparsity.drhs_g.stochastic or sparsity.drhs_lhs.stochastic
+    stochastic = sparsity.drhs_g.facts.stochastic or sparsity.drhs_lhs.facts.stochastic
     exact = dw(sparsity.only(fwd_lhs=sparsity.fwd_lhs, fwd_rhs=sparsity.fwd_rhs), key)
     return _error(lambda key: dw(sparsity, key), _keys(key, draws if stochastic else 1), exact, sure=not stochastic)
 

@@ -126,7 +126,7 @@ def show(
         if m:
             raise TypeError(f"show got m={m} and a pruner, which has groups of its own. Leave m out.")
         array = np.asarray(jax.device_get(prune(what, x, axis=axis, key=key, step=step, state=state)))
-        m = what.block
+        m = what.facts.block
     else:
         if x is not None or key is not None or state is not None:
             raise TypeError(

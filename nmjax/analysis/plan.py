@@ -66,7 +66,7 @@ class SlotPlan(NamedTuple):
         if self.refused:
             return f"{text}\n  REFUSED"
         norms = f"\n  norm {' or '.join(_NORMS[norm] for norm in self.norms)}" if self.norms else ""
-        if self.pruner.block == 1:  # no groups
+        if self.pruner.facts.block == 1:  # no groups
             return text + norms
         unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
@@ -127,7 +127,7 @@ class LayerPlan(NamedTuple):
 def hardened(sparsity: Sparsity) -> str:
     """Return the form of a weight after `harden`, as text: "n:m", "dense" or "none"."""
     try:
-        pattern = sparsity.fwd_rhs.final.pattern
+        pattern = sparsity.fwd_rhs.final.facts.pattern
     except ValueError:
         return "none"
     return "dense" if pattern is None else f"{pattern[0]}:{pattern[1]}"
@@ -206,7 +206,7 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         counted = name in WEIGHT or (tokens_known and not operand.ragged)  # the sizes of a call fix the ragged groups
         of_rows = whole_rows.has_rows(p)  # all columns share the groups
         axes = (*operand.contract, *operand.batch) if of_rows else range(len(shape))
-        groups = uses[0].stacked * math.prod(shape[a] for a in axes) // p.block if counted else None
+        groups = uses[0].stacked * math.prod(shape[a] for a in axes) // p.facts.block if counted else None
         refusal = slot_refusal(name, sparsity, uses, tokens_known)
         reason = None if refusal is None else refusal.reason
         plans.append(SlotPlan(name, p, along, groups, reason, _norms(name, p, uses, tokens_known), of_rows))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nmjax.core.pruner import Pattern, Pruner
+from nmjax.core.pruner import Facts, Pruner
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,7 +19,7 @@ class Grouped(Pruner):
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> from nmjax.pruners import mse
-    >>> mse(2, 4).block, mse(2, 4).pattern, mse(2, 4).kept()
+    >>> mse(2, 4).facts.block, mse(2, 4).facts.pattern, mse(2, 4).kept()
     (4, (2, 4), 0.5)
     """
 
@@ -35,13 +35,8 @@ class Grouped(Pruner):
             raise ValueError(f"{problem}. Did you mean {self.m} of {self.n}, as in ({self.m},{self.n})?")
         raise ValueError(f"{problem}.")
 
-    @property
-    def block(self) -> int:
-        return self.m
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return (self.n, self.m) if self.n < self.m else None
+    def describe(self) -> Facts:
+        return super().describe()._replace(block=self.m, pattern=(self.n, self.m) if self.n < self.m else None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,13 +48,8 @@ class Remembering(Pruner):
     True
     """
 
-    @property
-    def needs_state(self) -> bool:
-        return True
-
-    @property
-    def has_state(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(needs_state=True, has_state=True)
 
     def final_state(self, state: Any) -> Any:
         return state
@@ -74,9 +64,8 @@ class ByParts(Pruner):
     ste(mse(2,4))
     """
 
-    @property
-    def phases(self) -> tuple[int, ...]:
-        return tuple(sorted({step for p in self.parts for step in p.phases}))
+    def describe(self) -> Facts:
+        return super().describe()._replace(phases=tuple(sorted({step for p in self.parts for step in p.facts.phases})))
 
     def at(self, step: int) -> Pruner:
         pruners = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -91,7 +80,7 @@ def inner_at(p: Pruner, step: int) -> Pruner:
       step: The step.
     """
     now = p.at(step)
-    return p if now.has_gradient_rule and not p.has_gradient_rule else now
+    return p if now.facts.gradient_rule and not p.facts.gradient_rule else now
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,14 +93,8 @@ class SamePattern(Pruner):
 
     p: Pruner
 
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.p.pattern_across
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return self.p.keeps_zeros
+    def describe(self) -> Facts:
+        p = self.p.facts
+        return (
+            super().describe()._replace(pattern=p.pattern, pattern_across=p.pattern_across, keeps_zeros=p.keeps_zeros)
+        )

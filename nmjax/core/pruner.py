@@ -5,8 +5,9 @@ Pruners compare, hash and print, and `nmjax.parse_pruner` reads what they print.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -43,19 +44,91 @@ class NormalForm(NamedTuple):
     storage_path: tuple[Link, ...] = ()
 
 
-# Members that describe what __call__ returns. A class that overrides __call__ does not inherit them.
-_PROMISES = (
-    "reads_step", "has_prune_members", "has_prune_tile", "pattern", "pattern_across", "kept", "kept_across", "selects",
-    "keeps_zeros", "normal_form", "growth", "phases", "at",
-)  # fmt: skip
+class Facts(NamedTuple):
+    """What is known of a pruner without a call. By default a pruner needs what its parts need, and promises nothing.
+
+    Attributes:
+      block: The number that must divide the length of the pruned axis.
+      tiles: Groups lie along the other axis of a weight too, so that ``block`` must divide both.
+      stochastic: A call draws random numbers, and therefore needs a key.
+      needs_key: A call, `Pruner.init` or `Pruner.refresh` draws random numbers.
+      noise_in_rule: It draws inside of a gradient rule only. Elsewhere autodiff would differentiate the draw.
+      needs_state: A call requires state. `soft` does not: without state its scale is 1.
+      has_state: `Pruner.init` makes a state.
+      depends_on_step: The result may depend on ``ctx.step``: by a schedule or by random numbers.
+      gradient_rule: It has a gradient rule. Only forward slots allow one.
+      reorders: A call forms groups in another order of the whole axis, as `permute` does.
+      reads_partner: A call reads the norms of the rows of the product's other operand, in ``ctx.partner``.
+      pattern: The n:m pattern guaranteed at every step, or None.
+      pattern_across: The n:m pattern guaranteed along the other axis of a weight, or None.
+      selects: A call only keeps or drops: ``p(x) == where(p.mask(x), x, 0)``.
+      keeps_zeros: Zeros of the argument are zeros of the result. Then a `chain` keeps the patterns of the parts before.
+      phases: The steps, rising and above 0, at which a new phase begins: at which the result of `Pruner.at` changes.
+
+    >>> import nmjax as nm
+    >>> facts = nm.chain(nm.mse(2, 4), nm.mvue(1, 8)).facts
+    >>> facts.block, facts.pattern, facts.stochastic
+    (8, (1, 8), True)
+    """
+
+    block: int = 1
+    tiles: bool = False
+    stochastic: bool = False
+    needs_key: bool = False
+    noise_in_rule: bool = False
+    needs_state: bool = False
+    has_state: bool = False
+    depends_on_step: bool = False
+    gradient_rule: bool = False
+    reorders: bool = False
+    reads_partner: bool = False
+    pattern: Pattern | None = None
+    pattern_across: Pattern | None = None
+    selects: bool = False
+    keeps_zeros: bool = False
+    phases: tuple[int, ...] = ()
+
+    @classmethod
+    def of_parts(cls, parts: Iterable["Facts"]) -> "Facts":
+        """Return what parts need together, without promises."""
+        parts = tuple(parts)
+        needs = {name: any(getattr(f, name) for f in parts) for name in _NEEDS}
+        in_rule = all(f.noise_in_rule for f in parts if f.stochastic)
+        return cls(math.lcm(*(f.block for f in parts)), **needs)._replace(noise_in_rule=in_rule and needs["stochastic"])
+
+
+_NEEDS = Facts._fields[1 : Facts._fields.index("pattern")]
+
+
+class KernelForm(NamedTuple):
+    """What kernels call in the place of a pruner: the same function of the members of groups.
+
+    Attributes:
+      members: A function (x, u, state) of the values at each position of a group, a list of m arrays; of one uniform in
+        [0, 1) for each group, None if it draws none, or a tuple of as many as ``keys`` returns; and of the state. It
+        returns the values after pruning, in the same order.
+      tile: The same for tiles of m x m values, m rows of m arrays. It takes the tile alone.
+      keys: A function of the key of a call. It returns the key of each uniform.
+      growth: A function of the state. It returns an upper bound of ``max |p(x)| / max |x|``, from which kernels derive
+        the scale of FP8.
+    """
+
+    members: Callable[[list[jax.Array], Any, Any], list[jax.Array]] | None = None
+    tile: Callable[[list[list[jax.Array]]], list[list[jax.Array]]] | None = None
+    keys: Callable[[Any], tuple[Any, ...]] = lambda key: (key,)
+    growth: Callable[[Any], Any] = lambda state: 1.0
+
+
+# What else a class says of its __call__.
+_OF_A_CALL = ("reads_step", "describe", "kept", "at", "normal_form", "kernel_form")
 
 
 @dataclass(frozen=True, repr=False)
 class Pruner(Value):
     """The base of all pruners.
 
-    A subclass is a frozen dataclass that defines ``__call__``. All other members have defaults. Those of `block`,
-    `stochastic`, `needs_state` and the like combine the values of the `parts`.
+    A subclass is a frozen dataclass that defines ``__call__``; `init` and `refresh` if it has state; and `describe` to
+    say what is special about it. All other members have defaults.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, repr=False)
@@ -83,15 +156,25 @@ class Pruner(Value):
                 ) from None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset `_PROMISES` to their defaults if the class overrides the ``__call__`` of another pruner."""
+        """Refuse a class that overrides the ``__call__`` of another pruner, and inherits what that one promises."""
         super().__init_subclass__(**options)
+        facts = [name for name in Facts._fields if isinstance(vars(cls).get(name), (bool, property))]
+        if facts:
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(facts)}. Say it in describe: def describe(self): return "
+                f"super().describe()._replace({facts[0]}=...)."
+            )
         if "__call__" not in vars(cls):
             return
-        overridden = next(base for base in cls.__mro__[1:] if "__call__" in vars(base))
-        if overridden is not Pruner:
-            for name in _PROMISES:
-                if name not in vars(cls):
-                    setattr(cls, name, vars(Pruner)[name])
+        owner = lambda name, kinds: next(kind for kind in kinds if name in vars(kind))
+        overridden = owner("__call__", cls.__mro__[1:])
+        owners = {name: owner(name, cls.__mro__) for name in _OF_A_CALL}
+        inherited = [name for name, one in owners.items() if one is not cls and issubclass(one, overridden)]
+        if overridden is not Pruner and inherited:
+            raise TypeError(
+                f"{cls.__name__} overrides the __call__ of {overridden.__name__}, and would inherit what that says of "
+                f"its own call: define {', '.join(inherited)} too, or derive it from another base, such as Grouped."
+            )
 
     def __call__(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:
         """Return ``x`` pruned in groups along ``axis``.
@@ -118,87 +201,29 @@ class Pruner(Value):
         values = (getattr(self, f.name) for f in fields(self))
         return tuple(p for v in values for p in (v if isinstance(v, tuple) else (v,)) if isinstance(p, Pruner))
 
-    @property
-    def block(self) -> int:
-        """The number that must divide the length of the pruned axis."""
-        return math.lcm(*(p.block for p in self.parts))
+    @cached_property
+    def facts(self) -> Facts:
+        """What is known of it without a call, as `describe` says it."""
+        facts = self.describe()
+        return facts._replace(
+            needs_key=facts.needs_key or facts.stochastic,
+            depends_on_step=facts.depends_on_step or facts.stochastic,
+            keeps_zeros=facts.keeps_zeros or facts.selects,
+        )
 
-    @property
-    def stochastic(self) -> bool:
-        """True if a call draws random numbers and therefore needs a key."""
-        return any(p.stochastic for p in self.parts)
+    def describe(self) -> Facts:
+        """Return the facts of this pruner. A subclass changes those of ``super().describe()`` with ``_replace``.
 
-    @property
-    def needs_key(self) -> bool:
-        """True if a call, `init` or `refresh` draws random numbers."""
-        return self.stochastic or any(p.needs_key for p in self.parts)
-
-    @property
-    def needs_state(self) -> bool:
-        """True if a call requires state. `soft` does not: without state its scale is 1."""
-        return any(p.needs_state for p in self.parts)
-
-    @property
-    def has_state(self) -> bool:
-        """True if `init` makes a state."""
-        return any(p.has_state for p in self.parts)
-
-    @property
-    def depends_on_step(self) -> bool:
-        """True if the result may depend on ``ctx.step``: by a schedule, by random numbers, or by `reads_step`."""
+        >>> from nmjax.pruners import mse
+        >>> mse(2, 4).describe().pattern
+        (2, 4)
+        """
         values = [getattr(self, f.name) for f in fields(self)]
         scheduled = any(callable(v) and not isinstance(v, Pruner) for v in values)
-        return self.reads_step or scheduled or self.stochastic or any(p.depends_on_step for p in self.parts)
-
-    @property
-    def has_gradient_rule(self) -> bool:
-        """True if it has a gradient rule. Only forward slots allow one."""
-        return any(p.has_gradient_rule for p in self.parts)
-
-    @property
-    def noise_without_rule(self) -> bool:
-        """True if a call draws random numbers outside a gradient rule, where autodiff differentiates the draw."""
-        return self.stochastic
-
-    @property
-    def reorders(self) -> bool:
-        """True if a call forms groups in another order of the whole axis, as `permute` does."""
-        return any(p.reorders for p in self.parts)
-
-    @property
-    def reads_partner(self) -> bool:
-        """True if a call reads the norms of the rows of the product's other operand, in ``ctx.partner``."""
-        return any(p.reads_partner for p in self.parts)
-
-    @property
-    def tiles(self) -> bool:
-        """True if groups lie along the other axis of a weight too, so that `block` must divide both."""
-        return any(p.tiles for p in self.parts)
+        facts = Facts.of_parts(p.facts for p in self.parts)
+        return facts._replace(depends_on_step=facts.depends_on_step or self.reads_step or scheduled)
 
     # ---- what a call returns ----
-
-    @property
-    def pattern(self) -> Pattern | None:
-        """The n:m pattern guaranteed at every step, or None."""
-        return None
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        """The n:m pattern guaranteed along the other axis of a weight, or None."""
-        return None
-
-    @property
-    def selects(self) -> bool:
-        """True if a call only keeps or drops: ``p(x) == where(p.mask(x), x, 0)``."""
-        return False
-
-    @property
-    def keeps_zeros(self) -> bool:
-        """True if zeros of the argument are zeros of the result. Then a `chain` keeps the patterns of the parts before.
-
-        A class that changes the values that it keeps, and returns zeros for zeros, should define it as True.
-        """
-        return self.selects
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """Return the mask of the entries that a call with the same arguments keeps.
@@ -210,24 +235,17 @@ class Pruner(Value):
             return self.parts[0].mask(x, axis, ctx)
         raise TypeError(f"{self} has no mask: {type(self).__name__} does not define mask(x, axis, ctx).")
 
-    def kept(self, step: int | None = None) -> float:
-        """Return the share of values that a call keeps in groups of the `pattern`.
+    def kept(self, step: int | None = None, across: bool = False) -> float:
+        """Return the share of values that a call keeps in groups of the pattern.
 
         Args:
           step: A training step. If None, return the smallest share over all steps.
+          across: Whether the groups are those along the other axis of a weight.
         """
-        if self.parts or self.pattern is None:
-            return min((kept_in_groups(p, step) for p in self.parts), default=1.0)
-        return self.pattern[0] / self.pattern[1]
-
-    def kept_across(self, step: int | None = None) -> float:
-        """Return the share of values that a call keeps in groups along the other axis of a weight, as `kept` does."""
-        return min((p.kept_across(step) for p in self.parts), default=1.0)
-
-    @property
-    def phases(self) -> tuple[int, ...]:
-        """The steps, rising and above 0, at which a new phase begins: at which the result of `at` changes."""
-        return ()
+        pattern = self.facts.pattern_across if across else self.facts.pattern
+        if self.parts or pattern is None:
+            return min((p.kept(step, across) for p in self.parts), default=1.0)
+        return pattern[0] / pattern[1]
 
     def at(self, step: int) -> "Pruner":
         """Return an equivalent pruner for the phase that contains a step.
@@ -244,58 +262,16 @@ class Pruner(Value):
         return NormalForm(core=self, applied=self)
 
     @property
-    def has_prune_members(self) -> bool:
-        """True if kernels may call `prune_members`."""
-        return False
-
-    @property
-    def has_prune_tile(self) -> bool:
-        """True if kernels may call `prune_tile`."""
-        return False
-
-    def draw_keys(self, key: Any) -> tuple[Any, ...]:
-        """Return the key of each random number of a group that kernels draw, given the key of a call."""
-        return (key,)
-
-    def prune_members(self, x: list[jax.Array], u: Any = None, state: Any = None) -> list[jax.Array]:
-        """Return the pruned values of groups. Kernels call it if `has_prune_members` is True.
-
-        Args:
-          x: The values at each position of a group, one array for each of the m positions.
-          u: One uniform random number in [0, 1) for each group, if the pruner is stochastic. A tuple of them, if
-            `draw_keys` returns several keys.
-          state: The state that a call reads in ``ctx``.
-
-        Returns:
-          The values after pruning, in the same order.
-        """
-        raise NotImplementedError(f"{self} is not pruned by kernels.")
-
-    def prune_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pruned values of tiles of m x m values. Kernels call it if `has_prune_tile` is True.
-
-        Args:
-          x: The values at each position of a tile: m rows of m arrays.
-
-        Returns:
-          The values after pruning, in the same order.
-        """
-        raise NotImplementedError(f"{self} is not pruned by kernels.")
-
-    def growth(self, state: Any = None) -> Any:
-        """Return an upper bound of ``max |p(x)| / max |x|``, from which kernels derive the scale of FP8.
-
-        Args:
-          state: The state that a call reads in ``ctx``.
-        """
-        return 1.0
+    def kernel_form(self) -> KernelForm:
+        """What kernels call in its place. By default nothing, so that no kernel prunes by it."""
+        return KernelForm()
 
     # ---- state and final form ----
 
     @property
     def final(self) -> "Pruner":
         """The form that inference uses: without schedule, random numbers or gradient rule."""
-        if self.stochastic:
+        if self.facts.stochastic:
             raise ValueError(f"{self} draws new values at every step, so it has no final form for inference.")
         return self
 
@@ -311,11 +287,6 @@ class Pruner(Value):
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         """Return the state for step ``ctx.step``, given the array at that step and an earlier state, ``ctx.state``."""
         return join_states(p.refresh(x, axis, part) for p, part in zip(self.parts, split_ctx(self, ctx), strict=True))
-
-
-def kept_in_groups(p: Pruner, step: int | None = None) -> float:
-    """Return `Pruner.kept`; 1 if the pruner has neither parts nor a pattern, because zeros without n:m save nothing."""
-    return p.kept(step) if p.parts or p.pattern is not None else 1.0
 
 
 def join_states(states: Iterable[Any]) -> Any:
@@ -355,7 +326,7 @@ def check_inner(owner: Pruner, *inner: Any, allow_gradient_rules: bool = False) 
         if not isinstance(p, Pruner):
             hint = f"nm.parse_pruner({p!r})" if isinstance(p, str) else "a pruner, such as mse(2,4)"
             raise TypeError(f"{type(owner).__name__} takes pruners, got {type(p).__name__}: pass {hint}.")
-        if p.outermost or (p.has_gradient_rule and not allow_gradient_rules):
+        if p.outermost or (p.facts.gradient_rule and not allow_gradient_rules):
             name, around = type(p).__name__, type(owner).__name__
             raise ValueError(
                 f"{p} must be the outermost pruner of its slot: write {name}({around}(...)), not {around}({name}(...))."

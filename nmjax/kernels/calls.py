@@ -264,7 +264,7 @@ def copies(
       Each form, with the factor that undoes its scale.
     """
     prune, rounding = keys or (None, None)
-    pruner = next((copy.pruner for copy in wanted if copy.pruner.stochastic), identity)
+    pruner = next((copy.pruner for copy in wanted if copy.pruner.facts.stochastic), identity)
     words = jnp.concatenate([words_of_key(prune, pruner), words_of_key(rounding)])
     forms = _copying(tuple(wanted), target)(_flat(x), words[None], _scale(state))
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
@@ -276,7 +276,9 @@ def copy_by_xla(
     """Make one FP8 form by XLA: the definition of what `copies` makes. ``key, rounding`` are the keys of `copies`."""
     ctx = Ctx(None if key is None else random.words(key), 0, state)
     pruned = copy.pruner(x, copy.axis, ctx)
-    scale = float8.scale(float8.largest(x) * copy.pruner.growth(1.0 if state is None else state), copy.format)
+    scale = float8.scale(
+        float8.largest(x) * copy.pruner.kernel_form.growth(1.0 if state is None else state), copy.format
+    )
     draws = None
     if copy.rounding == "random":
         draws = jnp.repeat(group_uniforms(x, copy.axis, 4, Ctx(random.words(rounding))), 4, copy.axis)
@@ -328,7 +330,7 @@ def words_of_key(key: Any, pruner: Pruner = identity) -> UInt32[Array, " n"]:
     """Return the scrambled words of the keys that a pruner draws by, two for each, and zeros if there is no key."""
     if key is None:
         return jnp.zeros(2, jnp.uint32)
-    keys = pruner.draw_keys(key)
+    keys = pruner.kernel_form.keys(key)
     return jnp.concatenate([jnp.stack(random.scrambled(random.words(own))) for own in keys])
 
 

@@ -98,7 +98,7 @@ def kinds_of(shape: Shape | None, pruner: Pruner = identity, config: Config | No
     if shape.itemsize == 1:
         return (FP8, FP8_FORMS, *parts)
     kinds = layout_kind(shape), BEFORE if shape.m_major else LAST
-    return kinds + (NOISE,) * pruner.stochastic + (BOTH,) * pruner.has_prune_tile + parts
+    return kinds + (NOISE,) * pruner.facts.stochastic + (BOTH,) * (pruner.kernel_form.tile is not None) + parts
 
 
 def layout_kind(shape: Shape) -> str:

@@ -1,7 +1,7 @@
 """Prune and pack in one pass: a kernel reads a 16-bit array once, and writes its packed form as tensor cores read it.
 
 A program takes 64 x 64 values, whose words are one block of ``words16``. It holds the four members of each group in
-four arrays, and prunes them by the pruner's `prune_members`. It keeps two of them, and their nibble. The noise is
+four arrays, and prunes them by the pruner's `KernelForm`. It keeps two of them, and their nibble. The noise is
 that of the pruner on the whole array: one uniform for each group, by the group's row-major number.
 
 These kernels are Triton's: plain arithmetic on blocks, which a CPU can run too.
@@ -171,7 +171,7 @@ def _both(
     """Prune and pack the 16 members of 4 x 4 tiles: four groups along axis -1, and four along axis -2."""
     some = lambda i: pl.ds(i, BLOCK // 4, stride=4)
     tile = [members_of(seen, some(i), dtype) for i in range(4)]
-    tile = tile if pruner == identity else pruner.prune_tile(tile)
+    tile = tile if pruner == identity else pruner.kernel_form.tile(tile)
     for i in range(4):
         first, second, nibble = two_of_four(tile[i], crowded=crowded(pruner, dtype))
         values[some(i), :] = together(first, second)
@@ -237,10 +237,10 @@ def pruned(
     if pruner == identity:
         return x
     share, u = whole[0] // words.shape[0], None  # the number of consecutive arrays that share a key and a scale
-    if pruner.stochastic:
+    if pruner.facts.stochastic:
         groups = whole[1] // group[0], whole[2] // group[1]
         u = uniforms(words, words.shape[1], index, share, groups, *rows_and_columns())
-    return pruner.prune_members(x, u, scale[index // share])
+    return pruner.kernel_form.members(x, u, scale[index // share])
 
 
 def _groups(origin: Ref, block: tuple[int, ...], group: tuple[int, int]) -> tuple[jax.Array, Callable[[], Any]]:

@@ -65,7 +65,7 @@ def factors_of(
 ) -> Float[Array, "s f"]:  # fmt: skip
     """Return a scale of `soft`, and then a scale of each form, for each of the S parts of a batch."""
     largest = jax.vmap(float8.largest)(x.reshape(len(beta), -1, *x.shape[1:]))
-    scales = [float8.scale(largest * copy.pruner.growth(beta), copy.format) for copy in wanted]
+    scales = [float8.scale(largest * copy.pruner.kernel_form.growth(beta), copy.format) for copy in wanted]
     return jnp.stack([beta, *scales], 1)
 
 
@@ -152,10 +152,10 @@ def rounded(
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
     groups = (whole[1] // 4, whole[2]) if down else (whole[1], whole[2] // 4)
     numbers, last = (index, share, groups, row, column), words.shape[1] - 2
-    u = uniforms(words, last, *numbers) if copy.pruner.stochastic else None
+    u = uniforms(words, last, *numbers) if copy.pruner.facts.stochastic else None
     r = uniform(words, *numbers, last) if copy.rounding == "random" else None
     beta, scale = factors[index // share, 0], factors[index // share, 1 + number]
-    x = x if copy.pruner == identity else copy.pruner.prune_members(x, u, beta)
+    x = x if copy.pruner == identity else copy.pruner.kernel_form.members(x, u, beta)
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 

@@ -318,5 +318,6 @@ def fuses(pruner: Pruner) -> bool:
     """Return True if a kernel prunes and packs by this pruner in one pass. Other arrays are packed after pruning."""
     if pruner == identity:
         return True
-    pattern = pruner.pattern
-    return pruner.has_prune_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4
+    pattern = pruner.facts.pattern
+    by_members = pruner.kernel_form.members is not None
+    return by_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4

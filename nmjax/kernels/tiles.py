@@ -131,7 +131,7 @@ def _both(
     b, i, j = program()
     rows, columns, put = pl.ds(i * _TILES, _TILES), pl.ds(j * _TILES, _TILES), partial(store, emulated=emulated)
     tile = _members(seen, dtype, emulated)
-    tile = tile if pruner == identity else pruner.prune_tile(tile)
+    tile = tile if pruner == identity else pruner.kernel_form.tile(tile)
     packed = partial(two_of_four, crowded=crowded(pruner, dtype))
     across, down = [packed(line) for line in tile], [packed([line[c] for line in tile]) for c in FOUR]
     for line, (first, second, _) in enumerate(across):

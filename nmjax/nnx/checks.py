@@ -167,7 +167,7 @@ def fitted(
     """
     if not sparsity.else_dense or layer_refusal(layer, sparsity, axes, in_norm=False) is not None:
         return sparsity, ()
-    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
+    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).facts.block for slot in SLOTS)))
     if product is None:
         return sparsity, ()
     return fitting_all(sparsity, [Use(product.op, product.lhs, product.rhs, 1)], tokens_known=False)
@@ -184,7 +184,7 @@ def layer_slot_refusals(
       axes: The stacking axes of the weight, if the caller named them.
     """
     stack = axes if axes in layer.stacks else layer.stacks[0]
-    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
+    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).facts.block for slot in SLOTS)))
     if product is None:  # only a call says which product it is; its weight is not pruned
         return ()
     kernel = layer.kernel.get_value()

@@ -200,7 +200,7 @@ def _check_pruners(sparse: Any) -> None:
     """Refuse pruners that choose for several outputs of a layer at once, all in one message."""
     slots = {layer.path: layer.sparsity.slots["fwd_rhs"] for layer in layers(sparse) if layer.has_weight}
     of_rows = lambda slot: isinstance(slot.core, rows) or has_rows(slot.pruner.final)
-    joint = lambda slot: of_rows(slot) or slot.pruner.final.pattern_across is not None
+    joint = lambda slot: of_rows(slot) or slot.pruner.final.facts.pattern_across is not None
     wrong = [f"{path}: {slot.pruner}" for path, slot in slots.items() if joint(slot)]
     if wrong:
         raise ValueError(

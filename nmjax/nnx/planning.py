@@ -168,7 +168,7 @@ def _recipe_refusals(
 def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None, reads_data: bool) -> LayerPlan:
     sparsity, products = planned.sparsity, list(dict.fromkeys(notes))
     if planned.noted and not notes:
-        example = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
+        example = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).facts.block for slot in SLOTS)))
         products += [] if example is None else [example]
     stacked = math.prod(layer.kernel.shape[a] for a in planned.stack)
     uses = [Use(product.op, product.lhs, product.rhs, stacked) for product in products]

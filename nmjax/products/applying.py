@@ -62,7 +62,7 @@ def prune_slot(
         return value
     label = _label(product, slot.name, p)
     own = slot.context(ctx).replace(partner=_partner(product, slot, values, axes))
-    if p.has_state and slot.name in WEIGHT and own.state is None:
+    if p.facts.has_state and slot.name in WEIGHT and own.state is None:
         raise ValueError(
             f"{label} keeps state between steps and was given none: pass "
             "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)). contract are the axes of w that the product sums "
@@ -81,7 +81,7 @@ def _partner(
     product: StaticProduct, slot: Slot, values: Mapping[str, Any] | None, axes: Mapping[str, Operand]
 ) -> jax.Array | None:
     """Return the norms of the rows of a product's other operand, if the slot's pruner reads them."""
-    if values is None or not slot.pruner.reads_partner:
+    if values is None or not slot.pruner.facts.reads_partner:
         return None
     other = OTHER[slot.name]
     value = without_strides(product.op, values[other])[1] if other == "drhs_lhs" else values[other]
@@ -112,7 +112,7 @@ def few_rows(
     own = slot.core_context(ctx).replace(partner=_partner(product, slot, values, axes))
     with jax.named_scope(slot.name):
         choice = choose(_label(product, slot.name, slot.pruner), p, values[slot.name], axes[slot.name], own)
-        few = take(values[slot.name], axes[slot.name], choice.places, p.block, choice.scales)
+        few = take(values[slot.name], axes[slot.name], choice.places, p.facts.block, choice.scales)
         return Rows(few, choice.places)
 
 
@@ -128,12 +128,12 @@ def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Opera
     """
     assert isinstance(slot.core, rows)
     with jax.named_scope(other):
-        return take(value, axes[other], few.places, slot.core.block)
+        return take(value, axes[other], few.places, slot.core.facts.block)
 
 
 def reads_partner(product: StaticProduct) -> bool:
     """Return True if a choice in dw needs the rows of both operands."""
-    return any(product.sparsity.slots[name].pruner.reads_partner for name in ("drhs_lhs", "drhs_g"))
+    return any(product.sparsity.slots[name].pruner.facts.reads_partner for name in ("drhs_lhs", "drhs_g"))
 
 
 def kept_of_x(

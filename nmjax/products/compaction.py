@@ -80,8 +80,8 @@ def choose(label: str, p: rows, x: jax.Array, operand: Operand, ctx: Ctx) -> Cho
       ctx: What the pruner reads.
     """
     scales, _ = along(label, p, x, operand, ctx, p.scales)
-    assert p.pattern is not None
-    n, m = p.pattern
+    assert p.facts.pattern is not None
+    n, m = p.facts.pattern
     view = _view(x, operand, m)
     rest = tuple(a for a in range(scales.ndim) if a not in _unsplit(view))
     scales = jnp.squeeze(scales, rest)  # the remaining axes are in ascending order
@@ -192,7 +192,7 @@ def tokens_refusal(op: Operation, lhs: Shaped, rhs: Shaped, operand: str) -> Ref
 
 def partner_refusal(op: Operation, lhs: Shaped, rhs: Shaped, slot: Slot) -> Refusal | None:
     """Return why a slot's pruner cannot read the norms of the other operand's rows; None if it can, or reads none."""
-    if not slot.pruner.reads_partner or not slot.name.startswith("drhs"):
+    if not slot.pruner.facts.reads_partner or not slot.name.startswith("drhs"):
         return None
     refusal = tokens_refusal(op, lhs, rhs, "x" if slot.name == "drhs_lhs" else "g")
     return None if refusal is None else Refusal(f"it reads the rows of both operands, but {refusal}. Write by='own'.")
@@ -259,7 +259,7 @@ def moved_bytes(
     arrays = {"x": lhs, "w": rhs, "g": result_shape(op, lhs, rhs)}
     least = 4 if platform == "cpu" else 1
     size = {name: arrays[name].size * max(arrays[name].dtype.itemsize, least) for name in slots}
-    read = sum(size.values()) if slots[operand].pruner.reads_partner else size[operand]  # for the norms
+    read = sum(size.values()) if slots[operand].pruner.facts.reads_partner else size[operand]  # for the norms
     return read + 2 * _share(slots[operand]) * sum(size.values())  # kept rows are read and written
 
 

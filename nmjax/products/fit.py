@@ -106,7 +106,7 @@ def slot_refusals(
             if partner is not None:
                 raise ValueError(f"{slot}: {partner}")
             if axes[name].ragged:
-                shape = laid_out(value, rhs.shape[0], slot.pruner.block)
+                shape = laid_out(value, rhs.shape[0], slot.pruner.facts.block)
             else:
                 check_shards(str(slot), slot.pruner, value, axes[name])
                 shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -124,10 +124,10 @@ def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: 
 
     def first_use(x: jax.Array) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
-        if p.reads_partner:
+        if p.facts.reads_partner:
             alone = (*operand.batch, *operand.contract)
             ctx = ctx.replace(partner=jnp.ones([x.shape[a] if a in alone else 1 for a in range(x.ndim)], jnp.float32))
-        state = along(label, p, x, operand, ctx, p.init)[0] if p.has_state else None
+        state = along(label, p, x, operand, ctx, p.init)[0] if p.facts.has_state else None
         return pruned(label, p, x, operand, ctx.replace(state=state))
 
     try:

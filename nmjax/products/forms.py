@@ -185,7 +185,7 @@ def _want(
     by_forward = pruning_slot.name in FORWARD_SLOT.values()
     if pruning_slot.core is not None and fused(pruning_slot.core) and array is not None and not simulated:
         inner = pruning_slot.core_context(ctx)
-        key = inner.key if pruning_slot.core.stochastic else None
+        key = inner.key if pruning_slot.core.facts.stochastic else None
         return Want(product, packed, format, Source(array, pruning_slot.core, along, key, inner.state, *rounding))
     value = operand.value
     if not by_forward:
@@ -217,7 +217,7 @@ def _fuses(
     both_products = {"fwd", "dlhs"} <= set(products) and operand == "w"
     packed = all(routes[product].operand == "w" and not routes[product].formats for product in ("fwd", "dlhs"))
     fuses_tiles = both_products and packed and reuses_forward and len(routes.layout.w.shape) == 2
-    return lambda p: limits.fuses(p) or (fuses_tiles and p.has_prune_tile)
+    return lambda p: limits.fuses(p) or (fuses_tiles and p.kernel_form.tile is not None)
 
 
 # ---- making forms ----
@@ -259,7 +259,9 @@ def _scope(operand: str, wants: Iterable[Want]) -> Any:
 def _one_mask(wants: Sequence[Want]) -> bool:
     """Return True if there are two forms of one array, and one mask, 2:4 along both axes, serves both."""
     two = len(wants) == 2 and wants[0].source.array is wants[1].source.array
-    return two and all(want.source.pruner == identity or want.source.pruner.has_prune_tile for want in wants)
+    return two and all(
+        want.source.pruner == identity or want.source.pruner.kernel_form.tile is not None for want in wants
+    )
 
 
 def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
@@ -303,11 +305,11 @@ def _read_together(a: Source, b: Source) -> bool:
     two keys for rounding, or two states."""
     if a.array is not b.array:
         return False
-    pruned_twice = a.pruner.stochastic and b.pruner.stochastic
+    pruned_twice = a.pruner.facts.stochastic and b.pruner.facts.stochastic
     rounded_twice = a.rounding == b.rounding == "random"
     if not pruned_twice and not rounded_twice and (a.state is None or b.state is None):
         return True
-    any_draws = any(s.pruner.stochastic or s.rounding == "random" for s in (a, b))
+    any_draws = any(s.pruner.facts.stochastic or s.rounding == "random" for s in (a, b))
     return a.state is b.state and not any_draws
 
 
@@ -345,7 +347,7 @@ def pack_gradient(
     slot = sparsity.slots["drhs_g"]
     own = slot.core_context(ctx)
     assert slot.core is not None
-    key = own.key if slot.core.stochastic else None
+    key = own.key if slot.core.facts.stochastic else None
     with jax.named_scope("drhs_g"):
         made, form = calls.compress_activated(
             activation, matrix(routes, "g", h), matrix(routes, "g", g), slot.core, key=key, state=own.state,

@@ -98,7 +98,7 @@ def along(
     alone = (*operand.contract, *operand.batch)
     apart = tuple(axis for old in alone if (axis := merged.axes[old]) is not None and axis != merged.axis)
     if ctx.partner is not None:
-        partner = merging.merge(ctx.partner, operand.contract, p.block * operand.runs)
+        partner = merging.merge(ctx.partner, operand.contract, p.facts.block * operand.runs)
         assert partner is not None
         ctx = ctx.replace(partner=partner.array)
     try:
@@ -123,7 +123,7 @@ def space_left(shape: tuple[int, ...], p: Pruner, operand: Operand) -> tuple[int
     >>> space_left((2, 4, 4, 8), mse(2, 4), g), space_left((2, 6, 6, 8), mse(2, 4), g)
     ((1, 2), ())
     """
-    count = merging.innermost(shape, operand.contract, p.block * operand.runs) or 0
+    count = merging.innermost(shape, operand.contract, p.facts.block * operand.runs) or 0
     merged = operand.contract[-count:] if count > 1 else ()
     return tuple(axis for axis in operand.space if axis not in merged)
 
@@ -136,7 +136,7 @@ def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
       ValueError: If it cannot be pruned so: it is empty, a key is missing, or groups do not fit.
     """
     _check_operand(label, p, x, operand, ctx)
-    merged = merging.merge(x, operand.contract, p.block * operand.runs)
+    merged = merging.merge(x, operand.contract, p.facts.block * operand.runs)
     if merged is None:
         raise ValueError(_misfit(label, p, x, operand, tokens="drhs_" in label.partition("=")[0]))
     check_shards(label, p, x, operand)
@@ -162,17 +162,17 @@ def _check_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
         raise ValueError(
             f"{subject}: its product contracts no axis of it, so there are no groups. Leave the slot empty."
         )
-    if p.stochastic and ctx.key is None:
+    if p.facts.stochastic and ctx.key is None:
         raise ValueError(
             f"{subject} and draws random numbers: pass a key, as Ctx(key=jax.random.key(0), step=step) or "
             "prune(..., key=...)."
         )
-    if p.tiles and operand.other_runs > 1 and x.shape[operand.other[-1]] % (p.block * operand.other_runs):
+    if p.facts.tiles and operand.other_runs > 1 and x.shape[operand.other[-1]] % (p.facts.block * operand.other_runs):
         raise ValueError(
-            f"{subject}: its tiles of {p.block} x {p.block} values would lie in two of the {operand.other_runs} "
-            "feature groups. Leave this layer dense."
+            f"{subject}: its tiles of {p.facts.block} x {p.facts.block} values would lie in two of the "
+            f"{operand.other_runs} feature groups. Leave this layer dense."
         )
-    if operand.runs > 1 and p.reorders:
+    if operand.runs > 1 and p.facts.reorders:
         raise ValueError(f"{subject}: its order would mix the {operand.runs} feature groups. Leave this layer dense.")
 
 
@@ -183,7 +183,7 @@ def _misfit(label: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> st
     runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
     if operand.known and math.prod(x.shape[axis] for axis in operand.contract) == 1:
         subject = _subject(label, x, operand)
-        return f"{subject} along its {axes}, where it has one value, and a group has {p.block}. Leave it dense."
+        return f"{subject} along its {axes}, where it has one value, and a group has {p.facts.block}. Leave it dense."
     if tokens:
         remedy = (
             "They are tokens, batch x positions: choose an m that divides them, pad or drop what a last batch leaves "
@@ -193,7 +193,7 @@ def _misfit(label: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> st
         remedy = "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
     return (
         f"{_subject(label, x, operand)} along its {axes}, whose {sizes} values do not divide into groups of "
-        f"{p.block}{runs}. {remedy}"
+        f"{p.facts.block}{runs}. {remedy}"
     )
 
 
@@ -207,16 +207,16 @@ def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
         return
     subject = f"{label} prunes an array of shape {x.shape}, sharded as {sharding.spec}"
     names, parts = _parts(sharding, len(x.shape))
-    if p.reorders and max(parts) > 1 and AxisType.Explicit in sharding.mesh.axis_types:
+    if p.facts.reorders and max(parts) > 1 and AxisType.Explicit in sharding.mesh.axis_types:
         raise ValueError(
             f"{subject}: its order gathers values from other devices, which a mesh of explicit axes does not allow. "
             "Use a mesh with AxisType.Auto, or a pruner that does not reorder, such as mse(2,4)."
         )
-    for run in (operand.contract, operand.other[-1:] if p.tiles else ()):
-        axis = _cut_axis(x.shape, parts, run, p.block, operand.runs)
+    for run in (operand.contract, operand.other[-1:] if p.facts.tiles else ()):
+        axis = _cut_axis(x.shape, parts, run, p.facts.block, operand.runs)
         if axis is not None:
             raise ValueError(
-                f"{subject}: its groups of {p.block} would lie on two devices, because axis {axis} has "
+                f"{subject}: its groups of {p.facts.block} would lie on two devices, because axis {axis} has "
                 f"{x.shape[axis]} values on {parts[axis]} devices. Shard another axis, use fewer devices along "
                 f"{' and '.join(map(repr, names[axis]))}, or leave it dense (identity)."
             )

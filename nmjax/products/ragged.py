@@ -62,8 +62,8 @@ def by_expert(call: Callable[..., jax.Array], sizes: jax.Array) -> Callable[...,
     def apart(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
         (axis,), tokens = operand.contract, x.shape[operand.contract[0]]
         assert axis == 0, "tokens are the first axis"
-        at = places(sizes, tokens, p.block)
-        laid = jnp.zeros((room(tokens, len(sizes), p.block), *x.shape[1:]), x.dtype)
+        at = places(sizes, tokens, p.facts.block)
+        laid = jnp.zeros((room(tokens, len(sizes), p.facts.block), *x.shape[1:]), x.dtype)
         laid = laid.at[at].set(x, mode="drop", indices_are_sorted=True, unique_indices=True)
         if ctx.partner is not None:
             partner = jnp.zeros((laid.shape[0], *ctx.partner.shape[1:]), ctx.partner.dtype)

@@ -208,7 +208,7 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
     sparse = [operand for operand, p in patterns.items() if p is not None and _is_two_of_four(*p)]
     if not sparse and not formats:
         return _unpacked(slots, patterns)
-    early = next((slot for o, slot in slots.items() if o != "g" and slot.pruner.reads_partner), None)
+    early = next((slot for o, slot in slots.items() if o != "g" and slot.pruner.facts.reads_partner), None)
     if early is not None:
         return Route("emulated", f"{early} reads g too, and kernels prepare x and w in the forward pass")
     if (refusal := _refusal(case, layout) or _types_refusal(case, product)) is not None:
@@ -260,9 +260,9 @@ def _compacted(product: str, case: Case) -> Route | Refusal | None:
         return None
     operand = min(chosen, key=lambda o: chosen[o][1].kept())
     slot, p = chosen[operand]
-    if p.pattern is None:
+    if p.facts.pattern is None:
         return Refusal(f"{slot} is not n:m at every step")
-    if p.pattern[1] != p.block:
+    if p.facts.pattern[1] != p.facts.block:
         return Refusal(f"{slot} has groups of different sizes")
     if slot.storage is not None:
         return Refusal(f"{slot} is rounded to FP8")
@@ -274,8 +274,10 @@ def _compacted(product: str, case: Case) -> Route | Refusal | None:
     slots = {name: case.sparsity.slots[of] for name, of in OPERANDS[product].items()}
     share = compaction.expected(case.op, case.lhs, case.rhs, slots, operand, case.platform)
     if case.backend == "auto" and share >= 1:
-        return Refusal(f"on {p.pattern[0]} of {p.pattern[1]} rows, it is expected at {share:.2f} of the dense time")
-    why = f"{p.pattern[0]}:{p.pattern[1]} of its rows, {share:.2f} of the dense time"
+        return Refusal(
+            f"on {p.facts.pattern[0]} of {p.facts.pattern[1]} rows, it is expected at {share:.2f} of the dense time"
+        )
+    why = f"{p.facts.pattern[0]}:{p.facts.pattern[1]} of its rows, {share:.2f} of the dense time"
     return Route("compacted", why, operand, share=share)
 
 
@@ -287,7 +289,7 @@ def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None])
             return Route("emulated", f"{operand} is {p[0]}:{p[1]}, but sparse tensor cores support only 2:4")
         if slot.core == identity and slot.storage is None and not slot.raw:
             continue  # a phase in which nothing is pruned
-        if slot.pruner.block > 1:
+        if slot.pruner.facts.block > 1:
             return Route("emulated", f"{slot} is not 2:4 at every step")
         if not slot.empty:
             return Route("emulated", f"{slot} leaves {operand} dense")
@@ -303,9 +305,11 @@ def pattern(sparsity: Sparsity, slot: Slot) -> Pattern | None:
     """Return the n:m of a slot's operand along the axis that its product contracts."""
     if slot.pattern is not None or slot.name != "dlhs_rhs" or slot.raw:
         return slot.pattern
-    if slot.core != identity and not slot.pruner.selects:
+    if slot.core != identity and not slot.pruner.facts.selects:
         return None  # the pruner may replace zeros by other values
-    across = sparsity.fwd_rhs.pattern_across  # dx contracts the other axis of the weight that the forward product uses
+    across = (
+        sparsity.fwd_rhs.facts.pattern_across
+    )  # dx contracts the other axis of the weight that the forward product uses
     return across if across is not None and across[1] == 4 else None
 
 

@@ -89,7 +89,7 @@ class Slot:
     @property
     def pattern(self) -> Pattern | None:
         """The n:m pattern of the pruned operand along the contracted axis."""
-        return self.pruner.pattern
+        return self.pruner.facts.pattern
 
     def context(self, ctx: Ctx) -> Ctx:
         """Return the slot's context: its own key for this step, and its own state."""
@@ -101,7 +101,7 @@ class Slot:
 
     def rounding_key(self, ctx: Ctx) -> Any:
         """Return the key for random rounding. None if the slot has no storage, or the storage rounds to nearest."""
-        if self.storage is None or not self.storage.stochastic:
+        if self.storage is None or not self.storage.facts.stochastic:
             return None
         return follow(self.form.storage_path, self.context(ctx).replace(state=None)).key
 
@@ -133,29 +133,29 @@ def _check_slot(slot: Slot) -> None:
     p, forward = slot.pruner, slot.name in FORWARD
     if slot.raw and slot.name not in RAW:
         raise ValueError(f"{slot}: raw is only for dlhs_rhs and drhs_lhs. Here write {slot.name}={p.parts[0]}.")
-    if p.has_gradient_rule and not forward:
+    if p.facts.gradient_rule and not forward:
         rule = slot.form.rule
         instead = "Write the rows without ste or sr_ste." if rule is None else f"Write {slot.name}={rule.parts[0]}."
         raise ValueError(
             f"{slot}: a gradient rule has no meaning in a backward slot, which is never differentiated. {instead}"
         )
-    if forward and p.reads_partner:
+    if forward and p.facts.reads_partner:
         raise ValueError(
             f"{slot}: only a backward slot may read the norms of both operands, because a forward value serves other "
             "products too. Write by='own'."
         )
-    if p.reads_partner and p.has_state:
+    if p.facts.reads_partner and p.facts.has_state:
         raise ValueError(
             f"{slot}: it keeps state, but the norms of the other operand are new at every call. Write by='own'."
         )
-    if forward and slot.storage is not None and slot.storage.stochastic:
+    if forward and slot.storage is not None and slot.storage.facts.stochastic:
         raise ValueError(
             f"{slot}: a forward operand is rounded to nearest, because several products must see the same value. "
             f"Random rounding is for gradients, in dlhs_g and drhs_g. Here write fp8({slot.storage.format!r})."
         )
-    if forward and p.noise_without_rule:
+    if forward and p.facts.stochastic and not p.facts.noise_in_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
-    if p.needs_state and slot.name not in WEIGHT:
+    if p.facts.needs_state and slot.name not in WEIGHT:
         raise ValueError(
             f"{slot}: {p} keeps state between steps, and only the slots of the weight can: fwd_rhs and dlhs_rhs. Write "
             "a pruner without state here, such as mse(2,4)."

@@ -108,7 +108,7 @@ class Sparsity(Value):
         >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").phases
         (11, 30, 70)
         """
-        starts = sorted({step for slot in self.slots.values() for step in slot.pruner.phases})
+        starts = sorted({step for slot in self.slots.values() for step in slot.pruner.facts.phases})
         forms = [self.at(step) for step in (0, *starts)] if starts else []
         return tuple(s for s, before, now in zip(starts, forms, forms[1:], strict=False) if now != before)
 
@@ -175,10 +175,10 @@ class Sparsity(Value):
         forward, backward = Operand(inward, outward, space, batch), Operand(outward, inward, space, batch)
         states: dict[str, Any] = {}
         slot = self.slots["fwd_rhs"]
-        if slot.pruner.has_state:
+        if slot.pruner.facts.has_state:
             states["fwd_rhs"] = _state(slot, rhs, forward, ctx, make)
         slot = self.slots["dlhs_rhs"]
-        if slot.pruner.has_state:
+        if slot.pruner.facts.has_state:
             weight = rhs if slot.raw else self._used_forward(rhs, forward, ctx.replace(state=states or None))
             states["dlhs_rhs"] = _state(slot, weight, backward, ctx, make)
         return states
@@ -198,7 +198,9 @@ def _slot_at(slot: Slot, step: int) -> Pruner:
     except (TypeError, ValueError):  # such as random rounding in a forward slot
         return whole
     rounds_elsewhere = new.form.storage != slot.form.storage or new.raw != slot.raw
-    other_noise = now.stochastic and now.block != whole.block  # random numbers may be those of other groups
+    other_noise = (
+        now.facts.stochastic and now.facts.block != whole.facts.block
+    )  # random numbers may be those of other groups
     return whole if rounds_elsewhere or other_noise else now
 
 
@@ -206,7 +208,11 @@ def _fits_alike(whole: Pruner, now: Pruner, of_layer: bool) -> bool:
     """Return True if both pruners fit the same shapes. ``of_layer``: a misfit makes the whole layer dense."""
     if now == identity and not of_layer:
         return True
-    return (now.block, now.tiles, now.reads_partner) == (whole.block, whole.tiles, whole.reads_partner)
+    return (now.facts.block, now.facts.tiles, now.facts.reads_partner) == (
+        whole.facts.block,
+        whole.facts.tiles,
+        whole.facts.reads_partner,
+    )
 
 
 def _axes(rhs: jax.Array, axes: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -33,9 +33,9 @@ def packed_weight(
         sparsity, _ = fitting(op, lhs, rhs, sparsity)
     forward = sparsity.slots["fwd_rhs"]
     weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}
-    fixed = frozenset(p for p, slot in weight_slots.items() if not slot.pruner.needs_key)
+    fixed = frozenset(p for p, slot in weight_slots.items() if not slot.pruner.facts.needs_key)
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, fixed)
-    if routes is None or forward.pruner.needs_key:
+    if routes is None or forward.pruner.facts.needs_key:
         return {}
     rhs = lax.stop_gradient(rhs)  # no gradient flows through the forms
     product = StaticProduct(op, sparsity, name, routes)

@@ -210,7 +210,7 @@ class Site:
         Raises:
           ValueError: The weight has no final form, or its groups lie along no axes of it, because it is reshaped.
         """
-        pattern, origin = self.form(value)[0].pattern, self.origin
+        pattern, origin = self.form(value)[0].facts.pattern, self.origin
         if pattern is None:
             return None
         axes = origin.parameter.contracted(np.shape(value), origin.operand.contract)
@@ -223,7 +223,7 @@ class Site:
 
     def broken(self, value: Any) -> jax.Array | None:
         """Return the number of groups that break the pattern of the hardened weight; None if it ends dense."""
-        pattern = self.form(value)[0].pattern
+        pattern = self.form(value)[0].facts.pattern
         if pattern is None:
             return None
         promised = Pattern(*pattern, self.origin.operand.contract)
@@ -346,17 +346,17 @@ def site_key(words: jax.Array, micro: Any) -> jax.Array:
 
 def needs_key(sparsity: Sparsity) -> bool:
     """Return True if a layer draws random numbers: to prune, or to renew its state."""
-    return any(sparsity.slots[name].pruner.needs_key for name in SLOTS)
+    return any(sparsity.slots[name].pruner.facts.needs_key for name in SLOTS)
 
 
 def depends_on_step(sparsity: Sparsity) -> bool:
     """Return True if a layer's products read the step."""
-    return any(sparsity.slots[name].pruner.depends_on_step for name in SLOTS)
+    return any(sparsity.slots[name].pruner.facts.depends_on_step for name in SLOTS)
 
 
 def has_state(sparsity: Sparsity) -> bool:
     """Return True if a layer keeps state."""
-    return any(sparsity.slots[name].pruner.has_state for name in WEIGHT)
+    return any(sparsity.slots[name].pruner.facts.has_state for name in WEIGHT)
 
 
 def needs_arrays(sparsity: Sparsity) -> bool:
@@ -397,7 +397,7 @@ def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any 
         return w
     trained, label = sparsity.fwd_rhs, f"fwd_rhs={p}"
     ctx = Ctx(state=trained.final_state(slot_state(state, "fwd_rhs")))
-    if p.block == trained.block:
+    if p.facts.block == trained.facts.block:
         return pruned(label, p, w, operand, ctx)
     # A mask has the shape of training, where axes were merged for the groups of another pruner. No key is read.
     hard, restore = along(label, trained, w, operand, ctx.replace(key=0), p)
@@ -422,33 +422,33 @@ def compared_at(p: Pruner, time: Any) -> int | None:
     Returns:
       None if there is no schedule, if all that is left of it are random numbers, or if the time is traced.
     """
-    if time is None or not p.depends_on_step or (p.needs_key and not p.phases):
+    if time is None or not p.facts.depends_on_step or (p.facts.needs_key and not p.facts.phases):
         return None
     first = time.reshape(-1)[0]  # inside `jit` this is traced, even if the time is not
     if isinstance(first, jax.core.Tracer):
         return None
     step = int(first)
-    return None if p.needs_key and ended(p, step) else step
+    return None if p.facts.needs_key and ended(p, step) else step
 
 
 def ended(p: Pruner, step: int) -> bool:
     """Return True if nothing of a pruner changes after a step, as far as its schedules say when they end."""
     values = [getattr(p, f.name) for f in fields(p)]
     lasts = [getattr(v, "moves", (0, None))[1] for v in values if callable(v) and not isinstance(v, Pruner)]
-    own = all(last is not None and last <= step for last in lasts) and all(start <= step for start in p.phases)
+    own = all(last is not None and last <= step for last in lasts) and all(start <= step for start in p.facts.phases)
     return own and all(ended(part, step) for part in p.parts)
 
 
 def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
     """Return the step if the pruner of x still changes after it; None if it does not, or if the time is traced."""
     p = sparsity.fwd_lhs
-    if time is None or not p.phases:
+    if time is None or not p.facts.phases:
         return None
     first = time.reshape(-1)[0]  # as above
     if isinstance(first, jax.core.Tracer):
         return None
     step = int(first)
-    return step if p.at(step) != p.at(max(step, *p.phases)) else None
+    return step if p.at(step) != p.at(max(step, *p.facts.phases)) else None
 
 
 def warn_unfinished(found: Iterable[Unfinished], stacklevel: int) -> None:

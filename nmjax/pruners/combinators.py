@@ -11,7 +11,7 @@ from nmjax.core import fusion, groups
 from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
-from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, kept_in_groups, split_ctx
+from nmjax.core.pruner import Facts, NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
 from nmjax.core.value import show
 from nmjax.pruners.nothing import identity
 
@@ -47,33 +47,27 @@ class chain(ByParts):
     def parts(self) -> tuple[Pruner, ...]:
         return self.pruners
 
-    @property
-    def selects(self) -> bool:
-        return all(p.selects for p in self.parts)
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return all(p.keeps_zeros for p in self.parts)
+    def describe(self) -> Facts:
+        deciding = [p.facts for p in self._deciding]
+        return (
+            super()
+            .describe()
+            ._replace(
+                pattern=_sparsest(p.pattern for p in deciding),
+                pattern_across=_sparsest(p.pattern_across for p in deciding),
+                selects=all(p.facts.selects for p in self.parts),
+                keeps_zeros=all(p.facts.keeps_zeros for p in self.parts),
+            )
+        )
 
     @property
     def _deciding(self) -> tuple[Pruner, ...]:
         """The parts whose zeros are zeros of the result: the last one that does not keep zeros, and all after it."""
-        first = max((i for i, p in enumerate(self.parts) if not p.keeps_zeros), default=0)
+        first = max((i for i, p in enumerate(self.parts) if not p.facts.keeps_zeros), default=0)
         return self.parts[first:]
 
-    @property
-    def pattern(self) -> Pattern | None:
-        return _sparsest(p.pattern for p in self._deciding)
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return _sparsest(p.pattern_across for p in self._deciding)
-
-    def kept(self, step: int | None = None) -> float:
-        return min((kept_in_groups(p, step) for p in self._deciding), default=1.0)
-
-    def kept_across(self, step: int | None = None) -> float:
-        return min((p.kept_across(step) for p in self._deciding), default=1.0)
+    def kept(self, step: int | None = None, across: bool = False) -> float:
+        return min((p.kept(step, across) for p in self._deciding), default=1.0)
 
     def normal_form(self) -> NormalForm:
         """Return the normal form. An `fp8` at the end is the storage. If exactly one other part prunes, it is
@@ -207,7 +201,7 @@ class rescale(ByParts, SamePattern):
         y, axis = self.p(x, axis, ctx), groups.position(x.ndim, axis)
         space = ctx.axes_of(x.ndim, axis).space
         by_group = self.over_in(space) == "group"
-        view = lambda v: groups.wide(groups.split(v, axis, self.block) if by_group else v)
+        view = lambda v: groups.wide(groups.split(v, axis, self.facts.block) if by_group else v)
         norm = lambda v: jnp.sum(jnp.abs(view(v)), (axis + 1,) if by_group else space, keepdims=True)
         norm_y = norm(y)
         ratio = jnp.where(norm_y == 0, 1.0, norm(x) / jnp.where(norm_y == 0, 1.0, norm_y))
@@ -217,7 +211,7 @@ class rescale(ByParts, SamePattern):
 
     def at(self, step: int) -> Pruner:
         now = super().at(step)
-        return now if now.block == self.block else self  # groups of another size have other norms
+        return now if now.facts.block == self.facts.block else self  # groups of another size have other norms
 
     @property
     def final(self) -> Pruner:

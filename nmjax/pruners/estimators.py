@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import NormalForm, Pruner, check_inner, kept_in_groups
+from nmjax.core.pruner import Facts, NormalForm, Pruner, check_inner
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import LAST_STEP, Schedule, constant, cosine, exponential, linear, stairs
 
@@ -35,13 +35,8 @@ class Estimator(Pruner):
         super().__post_init__()
         check_inner(self, self.p)
 
-    @property
-    def has_gradient_rule(self) -> bool:
-        return True
-
-    @property
-    def noise_without_rule(self) -> bool:
-        return False
+    def describe(self) -> Facts:
+        return super().describe()._replace(gradient_rule=True, noise_in_rule=True)
 
     @property
     def final(self) -> Pruner:
@@ -52,9 +47,8 @@ class Estimator(Pruner):
 class SameValues(ByParts, SamePattern, Estimator):
     """The base of gradient rules whose call returns what their part returns."""
 
-    @property
-    def selects(self) -> bool:
-        return self.p.selects
+    def describe(self) -> Facts:
+        return super().describe()._replace(selects=self.p.facts.selects)
 
     def normal_form(self) -> NormalForm:
         """Return the normal form of the part with this rule. A rule does not change values."""
@@ -132,7 +126,7 @@ class sr_ste(SameValues):
             raise TypeError(f"sr_ste: lam must be a number, or a schedule such as linear(0,2e-4,1000), got {lam!r}.")
         if number:
             object.__setattr__(self, "lam", float(lam))
-        if not self.p.selects:
+        if not self.p.facts.selects:
             raise ValueError(
                 f"{self} decays the weights that its pruner drops, but {self.p} does not only keep or drop: it also "
                 f"changes kept values. Write ste({self.p}) or sr_ste(mse(2,4))."
@@ -187,15 +181,15 @@ class decay(Pruner):
                 f"{self}: schedule must be a function of the step, such as linear(1,0,1000) or "
                 f"constant({self.schedule!r})."
             )
-        if isinstance(self.schedule, Pruner) or not self.p.selects:
+        if isinstance(self.schedule, Pruner) or not self.p.facts.selects:
             raise ValueError(
                 f"{self}: decay takes a pruner that only keeps or drops and then a schedule, as in "
                 "decay(mse(2,4),linear(1,0,1000))."
             )
 
-    @property
-    def keeps_zeros(self) -> bool:
-        return self.p.keeps_zeros
+    def describe(self) -> Facts:
+        steps = {step for step in (*self.p.facts.phases, *self._ends) if step is not None and step > 0}
+        return super().describe()._replace(keeps_zeros=self.p.facts.keeps_zeros, phases=tuple(sorted(steps)))
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self.gradient == "ste":
@@ -204,11 +198,8 @@ class decay(Pruner):
         faded = jnp.where(factor == 0, jnp.zeros((), x.dtype), factor * x)
         return jnp.where(self.p.mask(x, axis, ctx), x, faded)
 
-    def kept(self, step: int | None = None) -> float:
-        return 1.0 if self._fades(step) else kept_in_groups(self.p, step)
-
-    def kept_across(self, step: int | None = None) -> float:
-        return 1.0 if self._fades(step) else self.p.kept_across(step)
+    def kept(self, step: int | None = None, across: bool = False) -> float:
+        return 1.0 if self._fades(step) else self.p.kept(step, across)
 
     def _fades(self, step: int | None) -> bool:
         """Return True if dropped values are not zero at a step; without a step, if they never are."""
@@ -218,16 +209,12 @@ class decay(Pruner):
             return float(self.schedule(LAST_STEP if step is None else step)) != 0
 
     @property
-    def phases(self) -> tuple[int, ...]:
-        return tuple(sorted({step for step in (*self.p.phases, *self._ends) if step is not None and step > 0}))
-
-    @property
     def _ends(self) -> tuple[int | None, int | None]:
         """The steps at which values begin to fade, and from which they have faded; None where that is not known."""
         schedule: Any = self.schedule
         first, last = schedule.moves if type(schedule) in MOVING else (None, None)
         with jax.ensure_compile_time_eval():
-            whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.has_state
+            whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.facts.has_state
             gone = last is not None and float(self.schedule(last)) == 0
         return (first if whole and first > 1 else None), (last if gone else None)  # no phase of step 0 alone
 

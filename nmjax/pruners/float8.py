@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import NormalForm, Pruner
+from nmjax.core.pruner import Facts, NormalForm, Pruner
 from nmjax.pruners.estimators import straight_through
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.unbiased import group_uniforms
@@ -126,20 +126,12 @@ class fp8(Pruner):
             raise ValueError(f"{self}: rounding must be 'nearest' or 'random'.")
 
     @property
-    def stochastic(self) -> bool:
-        return self.rounding == "random"
-
-    @property
-    def block(self) -> int:
-        return 4 if self.stochastic else 1
-
-    @property
     def final(self) -> Pruner:
         return fp8(self.format)
 
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        facts = super().describe()._replace(keeps_zeros=True)
+        return facts._replace(stochastic=True, block=4) if self.rounding == "random" else facts
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return straight_through(_Cast(self.format, self.rounding), axis, x, ctx.traceable())

@@ -1,5 +1,6 @@
 """Pruners that change at given steps of training."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from nmjax.core import groups
 from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link
-from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, kept_in_groups, split_ctx
+from nmjax.core.pruner import Facts, NormalForm, Pruner, check_inner, join_states, split_ctx
 from nmjax.pruners.input_norms import keep_norms
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
@@ -54,13 +55,23 @@ class stages(Pruner):
     def parts(self) -> tuple[Pruner, ...]:
         return tuple(p for _, p in self.rows)
 
-    @property
-    def selects(self) -> bool:
-        return all(p.selects for p in self.parts)
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return all(p.keeps_zeros for p in self.parts)
+    def describe(self) -> Facts:
+        starts = [start for start, _ in self.rows]
+        inner = (
+            step
+            for (start, p), end in zip(self.rows, (*starts[1:], math.inf), strict=True)
+            for step in p.facts.phases
+            if start < step < end
+        )
+        return (
+            super()
+            .describe()
+            ._replace(
+                selects=all(p.facts.selects for p in self.parts),
+                keeps_zeros=all(p.facts.keeps_zeros for p in self.parts),
+                phases=tuple(sorted({*starts[1:], *inner})),
+            )
+        )
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self._one_m() is not None:
@@ -85,15 +96,8 @@ class stages(Pruner):
         branches = [partial(call, p, part) for p, part in zip(self.parts, split_ctx(self, ctx), strict=True)]
         return lax.switch(row_at(self.rows, ctx.step), branches)
 
-    @property
-    def noise_without_rule(self) -> bool:
-        return any(p.noise_without_rule for p in self.parts)
-
-    def kept(self, step: int | None = None) -> float:
-        return super().kept(step) if step is None else kept_in_groups(self._row(step), step)
-
-    def kept_across(self, step: int | None = None) -> float:
-        return super().kept_across(step) if step is None else self._row(step).kept_across(step)
+    def kept(self, step: int | None = None, across: bool = False) -> float:
+        return super().kept(step, across) if step is None else self._row(step).kept(step, across)
 
     def _row(self, step: int) -> Pruner:
         return self.parts[self.number(step)]
@@ -102,21 +106,10 @@ class stages(Pruner):
         """Return the number of the row that applies at a step, from 0."""
         return max(i for i, (start, _) in enumerate(self.rows) if start <= step)
 
-    @property
-    def phases(self) -> tuple[int, ...]:
-        ends = (*(start for start, _ in self.rows[1:]), None)
-        inner = (
-            step
-            for (start, p), end in zip(self.rows, ends, strict=True)
-            for step in p.phases
-            if start < step and (end is None or step < end)
-        )
-        return tuple(sorted({*(start for start, _ in self.rows[1:]), *inner}))
-
     def at(self, step: int) -> Pruner:
         """Return the pruner of the row that applies; a `stage` if rows have state."""
         row = self._row(step)
-        return stage(self, step) if self.has_state else inner_at(row, step)
+        return stage(self, step) if self.facts.has_state else inner_at(row, step)
 
     @property
     def final(self) -> Pruner:
@@ -174,45 +167,12 @@ class stage(Pruner):
     def _of_row(self, ctx: Ctx) -> Ctx:
         return split_ctx(self.whole, ctx)[self.whole.number(self.step)]
 
-    @property
-    def block(self) -> int:
-        return self.whole.block
-
-    @property
-    def tiles(self) -> bool:
-        return self.whole.tiles
-
-    @property
-    def needs_key(self) -> bool:
-        return self.whole.needs_key
-
-    @property
-    def has_state(self) -> bool:
-        return self.whole.has_state
-
-    @property
-    def noise_without_rule(self) -> bool:
-        return self.now.noise_without_rule
-
-    @property
-    def depends_on_step(self) -> bool:
-        return self.whole.depends_on_step
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.now.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.now.pattern_across
-
-    @property
-    def selects(self) -> bool:
-        return self.now.selects
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return self.now.keeps_zeros
+    def describe(self) -> Facts:
+        whole = self.whole.facts
+        return self.now.facts._replace(
+            block=whole.block, tiles=whole.tiles, needs_key=whole.needs_key, has_state=whole.has_state,
+            depends_on_step=whole.depends_on_step, phases=(),
+        )  # fmt: skip
 
     def normal_form(self) -> NormalForm:
         """Return the normal form of the row, with the path to its state. Storage in the row counts as pruning."""
@@ -238,7 +198,7 @@ class stage(Pruner):
 
 def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
     """Return the state of one row of `stages`, initialized when its first step is reached. Measured norms are kept."""
-    if not p.has_state:
+    if not p.facts.has_state:
         return None
     refreshed = p.refresh(x, axis, ctx)
     if start == 0:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from nmjax.core import groups
 from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner, join_states, split_ctx
+from nmjax.core.pruner import Facts, Pruner, join_states, split_ctx
 
 LEAST = 1e-12  # the norm of an input that is always zero, as a share of the largest norm: its weights are kept last
 
@@ -58,9 +58,8 @@ class ByNorms(Grouped, Remembering):
         """
         raise NotImplementedError
 
-    @property
-    def selects(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(selects=True)
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.ones(x.shape[axis], jnp.float32)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from nmjax.core import fusion, groups
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
+from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,15 +45,14 @@ class mse(Grouped):
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return groups.top(x, axis, self.n, self.m)
 
-    @property
-    def selects(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(selects=True)
 
     @property
-    def has_prune_members(self) -> bool:
-        return True
+    def kernel_form(self) -> KernelForm:
+        return KernelForm(self._members)
 
-    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+    def _members(self, x: list[jax.Array], u: Any, state: Any) -> list[jax.Array]:
         size = [groups.magnitude(v).astype(jnp.int32) for v in x]
         pruned = []
         for i, (v, mine) in enumerate(zip(x, size, strict=True)):

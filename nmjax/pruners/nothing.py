@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner
+from nmjax.core.pruner import Facts, Pruner
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,9 +25,8 @@ class Identity(Pruner):
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.ones_like(x, bool)
 
-    @property
-    def selects(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(selects=True)
 
     def __repr__(self) -> str:
         return "identity"

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from nmjax.core import fusion, groups, random
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
+from nmjax.core.pruner import Facts
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,17 +44,8 @@ class uniform(Grouped):
     rescale: bool = True
     reads_step = False
 
-    @property
-    def stochastic(self) -> bool:
-        return True
-
-    @property
-    def selects(self) -> bool:
-        return not self.rescale
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(stochastic=True, selects=not self.rescale, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)

@@ -12,7 +12,7 @@ from jax import lax
 from nmjax.core import random
 from nmjax.core.bases import Remembering, SamePattern
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner, check_inner
+from nmjax.core.pruner import Facts, Pruner, check_inner
 from nmjax.pruners.input_norms import needs_norms
 
 
@@ -46,22 +46,21 @@ class hold(SamePattern, Remembering):
         super().__post_init__()
         check_inner(self, self.p)
         _check_every(self)
-        if not self.p.selects:
+        if not self.p.facts.selects:
             raise ValueError(
                 f"{self} holds a mask, but {self.p} does not only keep or drop: it also changes kept values. Hold a "
                 "pruner that selects, as in chain(hold(mse(2,4)),...)."
             )
         if needs_norms(self.p):
-            n, m = self.p.pattern or (2, 4)
+            n, m = self.p.facts.pattern or (2, 4)
             raise ValueError(
                 f"{self} holds a mask, but no norms, which {self.p} reads. Prune the model by norms once, with "
                 "nm.nnx.prune and the solver nm.oneshot.wanda or ria. Then write "
                 f"hold(mse({n},{m})): it holds that mask."
             )
 
-    @property
-    def selects(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(stochastic=False, selects=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
@@ -81,10 +80,6 @@ class hold(SamePattern, Remembering):
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return _renewed(self, ctx, lambda: self.init(x, axis, ctx.replace(state=None)))
-
-    @property
-    def stochastic(self) -> bool:
-        return False
 
     @property
     def final(self) -> Pruner:
@@ -127,18 +122,14 @@ class permute(Remembering):
         _check_every(self)
         if self.draws < 1:
             raise ValueError(f"{self}: draws must be at least 1.")
-        if self.p.stochastic or self.p.has_state:
+        if self.p.facts.stochastic or self.p.facts.has_state:
             raise ValueError(
                 f"{self} tries several orders, so it takes a pruner without noise or state, such as mse(2,4)."
             )
 
-    @property
-    def selects(self) -> bool:
-        return self.p.selects
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return self.p.keeps_zeros
+    def describe(self) -> Facts:
+        p = self.p.facts
+        return super().describe()._replace(reorders=True, selects=p.selects, keeps_zeros=p.keeps_zeros)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self._permuted(x, axis, ctx, self.p)
@@ -167,10 +158,6 @@ class permute(Remembering):
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return _renewed(self, ctx, lambda: self.init(x, axis, ctx.replace(state=None)))
-
-    @property
-    def reorders(self) -> bool:
-        return True
 
     @property
     def final(self) -> Pruner:

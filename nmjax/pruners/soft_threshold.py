@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 from nmjax.core import fusion, groups
 from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
+from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,15 +60,15 @@ class soft(Remembering, Grouped):
         if self.scale not in ("frozen", "now", "one"):
             raise ValueError(f"{self}: scale must be 'frozen', 'now' or 'one'.")
 
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        frozen = self.scale == "frozen"  # without state the scale is 1
+        return super().describe()._replace(keeps_zeros=True, needs_state=False, has_state=frozen)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         shrunk = self._shrunk(x, axis)
         if self.scale == "now":
             shrunk = shrunk * self._best(x, shrunk).astype(shrunk.dtype)
-        elif self.has_state and ctx.state is not None:
+        elif self.facts.has_state and ctx.state is not None:
             if jnp.shape(ctx.state):
                 raise ValueError(
                     f"{self} has one scale for a whole tensor, but got state of shape {jnp.shape(ctx.state)}: pass the "
@@ -89,31 +90,25 @@ class soft(Remembering, Grouped):
         return _beyond(w, threshold, kept).reshape(x.shape)
 
     @property
-    def has_prune_members(self) -> bool:
-        return self.scale != "now"  # that scale is a sum over the whole array
+    def kernel_form(self) -> KernelForm:
+        if self.scale == "now":  # a sum over the whole array
+            return KernelForm()
+        return KernelForm(self._members, growth=self._growth)
 
-    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
-        scale = state if self.has_state and state is not None else 1.0
+    def _members(self, x: list[jax.Array], u: Any, state: Any) -> list[jax.Array]:
+        scale = state if self.facts.has_state and state is not None else 1.0
         return [(v * scale).astype(x[0].dtype) for v in _shrunk_members(x, self.n)]
 
-    def growth(self, state: Any = None) -> Any:
-        return jnp.abs(state) if self.has_state and state is not None else 1.0
+    def _growth(self, state: Any) -> Any:
+        return jnp.abs(state) if self.facts.has_state and state is not None else 1.0
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """Return the mask of the n largest magnitudes. Elsewhere the result is zero."""
         return groups.top(x, axis, self.n, self.m)
 
-    @property
-    def needs_state(self) -> bool:
-        return False  # without state the scale is 1
-
-    @property
-    def has_state(self) -> bool:
-        return self.scale == "frozen"
-
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
         """Return beta, the scale of least squared error, or None if the scale is not state."""
-        return self._best(x, self._shrunk(x, axis)) if self.has_state else None
+        return self._best(x, self._shrunk(x, axis)) if self.facts.has_state else None
 
     def _best(self, x: Float[Array, "..."], shrunk: Float[Array, "..."]) -> Float[Array, ""]:
         """Return <x, shrunk> / <shrunk, shrunk>."""
@@ -122,7 +117,7 @@ class soft(Remembering, Grouped):
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
         """Return beta unchanged, because it is frozen."""
-        if not self.has_state:
+        if not self.facts.has_state:
             return None
         if ctx.state is None:
             raise ValueError(

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from nmjax.core import fusion, groups
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pattern
+from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,10 +62,6 @@ class transposable(Grouped):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
-    @property
-    def selects(self) -> bool:
-        return True
-
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         axis, m = groups.position(x.ndim, axis), self.m
         other = self._other_axis(x, axis, ctx)
@@ -93,26 +89,20 @@ class transposable(Grouped):
             )
         return other
 
-    @property
-    def tiles(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        facts = super().describe()
+        return facts._replace(tiles=True, pattern_across=facts.pattern, selects=True)
 
     @property
-    def pattern_across(self) -> Pattern | None:
-        return self.pattern
+    def kernel_form(self) -> KernelForm:
+        return KernelForm(tile=_pruned_tile if (self.n, self.m) == (2, 4) else None)
 
-    def kept_across(self, step: int | None = None) -> float:
-        return self.kept(step)
 
-    @property
-    def has_prune_tile(self) -> bool:
-        return (self.n, self.m) == (2, 4)
-
-    def prune_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        word = _best_word([[_weight(v) for v in row] for row in x])
-        keep = lambda i, j: (word >> np.int32(4 * i + j)) & 1 == 1
-        zero = jnp.zeros((), x[0][0].dtype)
-        return [[jnp.where(keep(i, j), v, zero) for j, v in enumerate(row)] for i, row in enumerate(x)]
+def _pruned_tile(x: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    word = _best_word([[_weight(v) for v in row] for row in x])
+    keep = lambda i, j: (word >> np.int32(4 * i + j)) & 1 == 1
+    zero = jnp.zeros((), x[0][0].dtype)
+    return [[jnp.where(keep(i, j), v, zero) for j, v in enumerate(row)] for i, row in enumerate(x)]
 
 
 def _weight(x: jax.Array) -> jax.Array:

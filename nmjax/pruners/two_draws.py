@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from nmjax.core import fusion, groups
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
+from nmjax.core.pruner import Facts, KernelForm
 from nmjax.core.random import fold, words
 from nmjax.pruners.unbiased import above_zero, group_uniforms, weights
 
@@ -58,13 +59,8 @@ class mvue_approx(Grouped):
                 "which is exact for any n:m."
             )
 
-    @property
-    def stochastic(self) -> bool:
-        return True
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(stochastic=True, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)
@@ -75,11 +71,8 @@ class mvue_approx(Grouped):
         Raises:
           TypeError: ``ctx`` has no key.
         """
-        first, second = (group_uniforms(x, axis, self.m, Ctx(key=key)) for key in self.draw_keys(ctx.key))
+        first, second = (group_uniforms(x, axis, self.m, Ctx(key=key)) for key in _keys(ctx.key))
         return first, second
-
-    def draw_keys(self, key: Any) -> tuple[Any, ...]:
-        return fold(words(key), 0), fold(words(key), 1)
 
     def sample(self, x: Float[Array, "..."], u: tuple[jax.Array, jax.Array], axis: int = -1) -> Float[Array, "..."]:
         """Return the pruned array, given the random numbers.
@@ -101,10 +94,11 @@ class mvue_approx(Grouped):
         return fusion.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
 
     @property
-    def has_prune_members(self) -> bool:
-        return True
+    def kernel_form(self) -> KernelForm:
+        most = self.m**2 / (2 * self.m - 1)  # a_i / p_i <= S^2 / (2 S - a_i), and S <= m max(a)
+        return KernelForm(self._members, keys=_keys, growth=lambda state: most)
 
-    def prune_members(self, x: list[jax.Array], u: Any = None, state: Any = None) -> list[jax.Array]:
+    def _members(self, x: list[jax.Array], u: Any, state: Any) -> list[jax.Array]:
         if u is None:
             raise TypeError(f"{self} draws random numbers: pass two uniforms for every group as u.")
         wide = [groups.wide(v) for v in x]
@@ -113,8 +107,10 @@ class mvue_approx(Grouped):
         pruned = [jnp.where(hit, v / odd, 0.0) for hit, v, odd in zip(hits, wide, odds, strict=True)]
         return [v.astype(x[0].dtype) for v in pruned]
 
-    def growth(self, state: Any = None) -> float:
-        return self.m**2 / (2 * self.m - 1)  # a_i / p_i <= S^2 / (2 S - a_i), and S <= m max(a)
+
+def _keys(key: Any) -> tuple[Any, ...]:
+    """Return the keys of the two draws."""
+    return fold(words(key), 0), fold(words(key), 1)
 
 
 def _chosen(

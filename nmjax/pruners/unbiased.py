@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Float32
 from nmjax.core import fusion, groups, random
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
+from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,13 +55,8 @@ class mvue(Grouped):
 
     reads_step = False
 
-    @property
-    def stochastic(self) -> bool:
-        return True
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        return super().describe()._replace(stochastic=True, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)
@@ -91,19 +87,16 @@ class mvue(Grouped):
         return _whole(g, u, axis + 1, self.n).reshape(x.shape)
 
     @property
-    def has_prune_members(self) -> bool:
-        return True
+    def kernel_form(self) -> KernelForm:
+        return KernelForm(self._members, growth=lambda state: self.m / self.n)
 
-    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+    def _members(self, x: list[jax.Array], u: Any, state: Any) -> list[jax.Array]:
         if u is None:
             raise TypeError(f"{self} draws random numbers: pass one uniform for every group as u.")
         wide = [groups.wide(v) for v in x]
         hits, tau = chosen(wide, u, self.n)
         tau = tau.astype(x[0].dtype).astype(wide[0].dtype)
         return [jnp.where(hit, _value(v, tau), 0.0).astype(x[0].dtype) for hit, v in zip(hits, wide, strict=True)]
-
-    def growth(self, state: Any = None) -> float:
-        return self.m / self.n
 
 
 def group_uniforms(x: Float[Array, "..."], axis: int, m: int, ctx: Ctx) -> Float32[Array, "..."]:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from nmjax.core import fusion, groups
 from nmjax.core.bases import ByParts, inner_at
 from nmjax.core.context import Axes, Ctx
-from nmjax.core.pruner import Pattern, Pruner, check_inner
+from nmjax.core.pruner import Facts, Pruner, check_inner
 from nmjax.pruners.input_norms import needs_norms
 from nmjax.pruners.nothing import identity
 
@@ -70,21 +70,9 @@ class rows(ByParts):
         if reason is not None:
             raise ValueError(f"{self}: {reason}")
 
-    @property
-    def reads_partner(self) -> bool:
-        return self.by == "both"
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def selects(self) -> bool:
-        return self.p.selects
-
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def describe(self) -> Facts:
+        p, both = self.p.facts, self.by == "both"
+        return super().describe()._replace(reads_partner=both, pattern=p.pattern, selects=p.selects, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return scaled(x, self.scales(x, axis, ctx))
@@ -106,7 +94,7 @@ class rows(ByParts):
           Factors, with length 1 along the axes that rows have.
         """
         weights, inner = self._weights(x, axis, ctx)
-        if self.p.selects:
+        if self.p.facts.selects:
             return self.p.mask(weights, axis, inner).astype(weights.dtype)
         kept = self.p(weights, axis, inner)
         same, none = kept == weights, kept == 0  # infinities are kept as they are, and NaN stays NaN
@@ -124,7 +112,7 @@ class rows(ByParts):
                     f"{self} reads the norms of the other operand of a product, and there is none. Use it in a "
                     "backward slot, or write by='own'."
                 )
-            weights = _relative(weights, axis, self.p.block) * _relative(ctx.partner, axis, self.p.block)
+            weights = _relative(weights, axis, self.p.facts.block) * _relative(ctx.partner, axis, self.p.facts.block)
         return weights, ctx.replace(axes=Axes(None, ()), partner=None)
 
     def at(self, step: int) -> Pruner:
@@ -145,7 +133,7 @@ class rows(ByParts):
         return self._state(x, axis, ctx, "refresh")
 
     def _state(self, x: jax.Array, axis: int, ctx: Ctx, make: str) -> Any:
-        if not self.p.has_state:
+        if not self.p.facts.has_state:
             return None
         weights, inner = self._weights(x, axis, ctx)
         return getattr(self.p, make)(weights, axis, inner)
@@ -161,11 +149,11 @@ def _relative(size: jax.Array, axis: int, m: int) -> jax.Array:
 
 def _meaningless(p: Pruner) -> str | None:
     """Return why a pruner cannot prune norms, and what to write instead; None if it can."""
-    if p.block == 1:
+    if p.facts.block == 1:
         return "rows needs a pruner with groups, such as mse(2,4) or mvue(1,4)."
-    if p.tiles:
+    if p.facts.tiles:
         return f"{p} prunes along two axes, and the norms of rows have one. Write rows(mse(2,4))."
-    if p.reorders:
+    if p.facts.reorders:
         return f"{p} changes the order of the groups, and rows needs consecutive ones. Write rows(mse(2,4))."
     if p.normal_form().storage is not None:
         return "fp8 rounds values, and norms are not rounded. Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))."

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec as P
 
 import nmjax as nm
-from nmjax.analysis.flops import counted, effective, flops, kept, over, reading_data
+from nmjax.analysis.flops import counted, effective, flops, over, reading_data
 from nmjax.products.operations import as_conv, as_dot
 from nmjax.products.pruning import Operand, pruned
 from nmjax.products.slot import slot_context
@@ -75,7 +75,7 @@ def test_vit_costs_what_the_paper_says(text):
     dense, left = plan.forward
     assert round(dense / 1e9, 2) == 34.71
     assert round(left / 1e9, 2) == VIT.get(text, 34.71)
-    share = kept(nm.parse(text).fwd_rhs)
+    share = nm.parse(text).fwd_rhs.kept()
     assert left == 2 * 196 * 768 * 12 * (4 * 768 + 2 * 196 + 2 * 3072 * share)
     assert plan.elsewhere == 2 * 196 * 768 * 12 * 2 * 196  # logits and what attends
     assert plan.training == (3 * dense, 3 * dense - (dense - left))  # a mask along inputs saves nothing in dx and dw
@@ -268,14 +268,10 @@ def test_a_layer_used_twice_costs_twice():
 
 @dataclass(frozen=True, repr=False)
 class above(nm.Pruner):
-    """Unstructured: it says that it keeps half of the values, and has no n:m pattern."""
+    """Unstructured: it has no n:m pattern."""
 
-    @property
-    def keeps_zeros(self):
-        return True
-
-    def kept(self, step=None):
-        return 0.5
+    def describe(self):
+        return super().describe()._replace(keeps_zeros=True)
 
     def __call__(self, x, axis=-1, ctx=nm.Ctx()):
         return jnp.where(jnp.abs(x) > 1, x, 0.0)
@@ -294,9 +290,11 @@ class above(nm.Pruner):
     ids=str,
 )
 def test_zeros_without_a_pattern_save_nothing(p, share):
-    assert nm.flops.kept(p) == share
-    assert nm.flops.effective(nm.Sparsity(drhs_g=p) if not p.has_gradient_rule else nm.Sparsity(fwd_rhs=p)).count(share)
-    assert nm.flops.kept(p, step=9) in (share, 1)
+    assert p.kept() == share
+    assert nm.flops.effective(nm.Sparsity(drhs_g=p) if not p.facts.gradient_rule else nm.Sparsity(fwd_rhs=p)).count(
+        share
+    )
+    assert p.kept(step=9) in (share, 1)
 
 
 LEFT = {
@@ -390,8 +388,8 @@ def test_a_pruner_that_says_nothing_saves_nothing():
         def __call__(self, x, axis=-1, ctx=nm.Ctx()):
             return x * 0.5
 
-    assert kept(half()) == kept(nm.chain(half())) == kept(nm.identity) == kept(nm.chain()) == 1
-    assert kept(nm.chain(half(), nm.mse(2, 4))) == 0.5
+    assert half().kept() == nm.chain(half()).kept() == nm.identity.kept() == nm.chain().kept() == 1
+    assert nm.chain(half(), nm.mse(2, 4)).kept() == 0.5
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,8 @@ class above(nm.Pruner):
     share: float
     m: int
 
-    @property
-    def block(self):
-        return self.m
+    def describe(self):
+        return super().describe()._replace(block=self.m)
 
     def __call__(self, x, axis=-1, ctx=nm.Ctx()):
         g = nm.groups.split(x, axis, self.m)

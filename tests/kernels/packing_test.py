@@ -21,7 +21,7 @@ def test_both_kernels_write_the_same_bits(p, axis):
     x = np.random.default_rng(0).standard_normal((2, 128, 192))
     x = jnp.asarray(x, jnp.bfloat16).at[0, 0, :8].set(jnp.asarray([0, -0.0, np.inf, np.nan, 1, 1, 1, 1], jnp.bfloat16))
     x = mse(2, 4)(x, axis) if p == identity else x
-    keys = jnp.concatenate([jnp.stack(random.scrambled(random.words(own))) for own in p.draw_keys(3)])[None]
+    keys = jnp.concatenate([jnp.stack(random.scrambled(random.words(own))) for own in p.kernel_form.keys(3)])[None]
     form = {"axis": axis, "whole": (6, 512, 512), "pruner": p, "interpret": True}
     origin, scale = jnp.asarray([3, 256, 64], jnp.int32), jnp.asarray([1.25])
     pack = lambda by: jax.jit(lambda x: by.compress(x, keys, scale, origin, **form))(x)

@@ -45,7 +45,7 @@ def by_hand(text, x, g, dims=MATMUL):
 @pytest.mark.parametrize("text", SLOTS)
 @pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32), (4, 6, 32)])
 def test_dw_is_that_of_operands_pruned_by_hand(text, shape):
-    if np.prod(shape) // 32 % nm.parse(text).slots["drhs_lhs"].pruner.block:
+    if np.prod(shape) // 32 % nm.parse(text).slots["drhs_lhs"].pruner.facts.block:
         return
     dims = MATMUL if len(shape) == 2 else TOKENS
     x, w, g = normal(0, *shape), normal(1, 32, 24), normal(2, *shape[:-1], 24)

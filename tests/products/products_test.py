@@ -633,7 +633,7 @@ def test_noise_is_unbiased_in_its_product(p, slot):
 def test_jvp_where_no_backward_slot_prunes(method):
     sparsity = nm.parse(method)
     x, w, u, v = whole(0, 8, 16), whole(1, 16, 12), whole(2, 8, 16), whole(3, 16, 12)
-    ctx = nm.Ctx(state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.has_state else None)
+    ctx = nm.Ctx(state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.facts.has_state else None)
     f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=ctx)
     y, tangent = jax.jit(lambda *a: jax.jvp(f, a[:2], a[2:]))(x, w, u, v)
     used = np.asarray(w)
@@ -681,7 +681,7 @@ def test_a_backward_slot_rules_out_second_derivatives(method, jit):
     """A penalty on dx would have the gradient 0 by bdwp, and a Hessian-vector product by mvue would be 80 % off."""
     sparsity = nm.parse(method)
     x, w, v = whole(0, 8, 16), whole(1, 16, 8), whole(2, 16, 8)
-    ctx = nm.Ctx(0, state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.has_state else None)
+    ctx = nm.Ctx(0, state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.facts.has_state else None)
     y = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=ctx)
     compiled = jax.jit if jit else lambda f: f
     dx = compiled(jax.grad(lambda x, w: y(x, w).sum()))

@@ -70,7 +70,7 @@ def by_loop(x, w, g, sizes, sparsity, ctx=nm.Ctx()):
 
     A mask that is kept as state is the expert's own; a scale is one of all experts.
     """
-    m = math.lcm(*(getattr(sparsity, name).block for name in SLOTS))
+    m = math.lcm(*(getattr(sparsity, name).facts.block for name in SLOTS))
     y, dx, dw = np.zeros((len(x), OUT), x.dtype), np.zeros_like(x), []
 
     @fast_jit
@@ -216,7 +216,7 @@ def test_the_noise_of_a_group(p, sizes):
     draw = lambda slot, v, axis: np.asarray(jax.jit(pruner, static_argnums=1)(v, axis, slot_context(ctx, slot)))
     of_fwd = grouped(x, w, g, SIZES[sizes], nm.parse(f"fwd_rhs=ste({p}); dlhs_g={p}; drhs_lhs={p}; drhs_g={p}"), ctx)
     hard, gx = draw("fwd_rhs", w, 1), draw("dlhs_g", g, 1)
-    m = pruner.block
+    m = pruner.facts.block
     laid = {}
     for slot, v in (("drhs_g", g), ("drhs_lhs", x)):
         array, at = np.zeros((room(TOKENS, 4, m), v.shape[1]), np.float32), 0

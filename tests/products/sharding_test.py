@@ -53,7 +53,7 @@ LAYOUTS = {  # of x (tokens, in), w (in, out) and g (tokens, out)
 
 def three_products(x, w, g, key, step, sparsity, out_sharding=None):
     def f(x, w):
-        ctx = nm.Ctx(key, step, {"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.has_state else None)
+        ctx = nm.Ctx(key, step, {"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.facts.has_state else None)
         return nm.dot_general(x, w, MATMUL, out_sharding=out_sharding, sparsity=sparsity, ctx=ctx)
 
     y, back = jax.vjp(f, x, w)

@@ -96,7 +96,7 @@ def test_the_core_reads_the_key_and_the_state_that_a_call_gives_it(row):
     """The path leads to what `chain` itself hands to the core."""
     x = jax.random.normal(jax.random.key(1), (8, 8))
     ctx = nm.Ctx(key=nm.random.words(3), step=2)
-    if row.p.has_state:
+    if row.p.facts.has_state:
         ctx = ctx.replace(state={row.slot: row.p.init(x, 0)})
     slot = as_slot(row.slot, row.p)
     whole = slot.applied(x, 0, slot.context(ctx))
@@ -144,22 +144,6 @@ class twice(nm.Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class loud(type(mse)):
-    """A kind of mse that computes otherwise."""
-
-    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
-        return x
-
-
-@dataclass(frozen=True, repr=False)
-class half(nm.ste):
-    """A gradient rule that changes values."""
-
-    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
-        return 0.5 * super().__call__(x, axis, ctx)
-
-
-@dataclass(frozen=True, repr=False)
 class first(nm.Grouped):
     """Keep the first n of every m: an n:m pruner as docs/how_to/pruner.md shows one."""
 
@@ -171,19 +155,35 @@ class first(nm.Grouped):
         )
 
 
-def test_a_class_that_computes_otherwise_promises_nothing():
-    assert mse.has_prune_members
-    assert loud(2, 4).pattern is None
-    assert not loud(2, 4).selects
-    assert half(mse).normal_form().core == half(mse)  # or a kernel would skip its call
-    assert (half(mse).pattern, half(mse).pattern_across, half(mse).kept()) == (None, None, 0.5)
-    assert first(2, 4).pattern == (2, 4)  # it overrides nothing, so what Grouped says of it holds
-    assert not loud(2, 4).has_prune_members  # or a kernel would prune by the code of mse
-    assert not mse.depends_on_step
-    assert loud(2, 4).depends_on_step  # it may read the step
-    assert twice(mse).pattern is None  # its part is 2:4, it may not be
+def test_a_class_that_computes_otherwise_says_what_it_promises():
+    """Or a kernel would prune by the code of the class before it, and a count would use its pattern."""
+
+    def call(self, x, axis=-1, ctx=nm.Ctx()):
+        return x
+
+    def new(base, **members):
+        return type("loud", (base,), {"__call__": call} | members)
+
+    with pytest.raises(TypeError, match="loud overrides the __call__ of mse.*define reads_step, describe, kernel_form"):
+        new(type(mse))
+    with pytest.raises(TypeError, match="of ste.*define reads_step, describe, at, normal_form"):
+        new(nm.ste)
+    says = {"reads_step": True, "describe": nm.Pruner.describe, "at": nm.Pruner.at}
+    says |= {"normal_form": nm.Pruner.normal_form, "kernel_form": nm.Pruner.kernel_form}
+    loud = dataclass(frozen=True, repr=False)(new(nm.ste, **says))
+    assert (loud(mse).facts.pattern, loud(mse).kernel_form.members) == (None, None)
+    assert loud(mse).normal_form().core == loud(mse)
+    assert new(nm.Grouped)(2, 4).facts.pattern == (2, 4)  # it overrides no call, so what Grouped says of it holds
+
+
+def test_a_class_that_says_nothing_promises_nothing():
+    assert mse.kernel_form.members is not None
+    assert first(2, 4).facts.pattern == (2, 4)  # as Grouped says
+    assert not mse.facts.depends_on_step
+    assert first(2, 4).facts.depends_on_step  # it may read the step
+    assert twice(mse).facts.pattern is None  # its part is 2:4, it may not be
     assert twice(mse).normal_form().core == twice(mse)
-    assert twice(mse).depends_on_step
+    assert twice(mse).facts.depends_on_step
 
 
 def test_random_rounding_in_a_forward_slot_is_refused_with_what_to_write_instead():

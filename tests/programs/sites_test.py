@@ -35,16 +35,23 @@ SAID = {  # pattern, depends on the step, needs a key, has state
 @pytest.mark.parametrize("text", SAID)
 def test_what_a_pruner_says_of_itself(text):
     p = nm.parse_pruner(text)
-    slot = "dlhs_rhs" if text.startswith("raw") else "fwd_rhs" if p.has_gradient_rule or p.has_state else "drhs_g"
-    assert (p.pattern, p.depends_on_step, sites.needs_key(nm.Sparsity(**{slot: p})), p.has_state) == SAID[text]
+    slot = (
+        "dlhs_rhs" if text.startswith("raw") else "fwd_rhs" if p.facts.gradient_rule or p.facts.has_state else "drhs_g"
+    )
+    assert (
+        p.facts.pattern,
+        p.facts.depends_on_step,
+        sites.needs_key(nm.Sparsity(**{slot: p})),
+        p.facts.has_state,
+    ) == SAID[text]
 
 
 @pytest.mark.parametrize("text", [t for t, said in SAID.items() if said[0]])
 def test_a_pattern_holds(text):
     p = nm.parse_pruner(text)
     x = jax.random.normal(jax.random.key(0), (64, 32))
-    state = p.init(x, 1, nm.Ctx(0)) if p.has_state else None
-    n, m = p.pattern
+    state = p.init(x, 1, nm.Ctx(0)) if p.facts.has_state else None
+    n, m = p.facts.pattern
     y = p(x, 1, nm.Ctx(0, 0, state))
     assert nm.groups.is_nm(y, n, m, 1)
     assert int(nm.groups.counts(y, m, 1).max()) == n  # and no stricter one does

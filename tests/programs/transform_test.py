@@ -97,7 +97,7 @@ def test_bit_for_bit_the_same_as_by_the_doors(text):
     for path, value in nnx.to_flat_state(nnx.state(by_doors, nnx.Param)):
         np.testing.assert_array_equal(hard["/".join(map(str, path))], value[...])
     np.testing.assert_array_equal(jax.jit(sparse)(hard, x, sites=left), nnx.jit(by_doors)(x))
-    promised = [nm.parse(text).fwd_rhs.final.pattern is not None] * 4
+    promised = [nm.parse(text).fwd_rhs.final.facts.pattern is not None] * 4
     counts = sparse.violations(hard, sites).values()
     assert [count is not None and int(count) == 0 for count in counts] == promised
     assert [count is None for count in counts] == [not each for each in promised]

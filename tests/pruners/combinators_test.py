@@ -81,7 +81,7 @@ def test_a_sample_under_vmap_has_no_axis_of_samples():
 @pytest.mark.parametrize("over", ["auto", "spatial", "group"])
 def test_what_is_promised_does_not_depend_on_over(over):
     p = nm.rescale(nm.mse(2, 4), over)
-    assert (p.pattern, p.kept(), p.block, p.selects, p.stochastic, p.depends_on_step) == (
+    assert (p.facts.pattern, p.kept(), p.facts.block, p.facts.selects, p.facts.stochastic, p.facts.depends_on_step) == (
         (2, 4),
         0.5,
         4,
@@ -125,7 +125,7 @@ class average(nm.Pruner):
     ids=str,
 )
 def test_a_chain_promises_the_zeros_that_later_parts_keep(p, pattern, kept):
-    assert (p.pattern, p.kept()) == (pattern, kept)
+    assert (p.facts.pattern, p.kept()) == (pattern, kept)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 16)), jnp.float32)
     y = np.asarray(nm.prune(p, x, key=0))
     n, m = pattern or (1, 1)
@@ -147,7 +147,7 @@ def test_a_product_whose_chain_ends_the_pattern_is_not_packed():
 
 def test_pruners_in_a_tuple_are_parts():
     p = average((nm.mvue(2, 4), nm.mse(1, 8)))
-    assert (p.parts, p.block, p.stochastic) == ((nm.mvue(2, 4), nm.mse(1, 8)), 8, True)
+    assert (p.parts, p.facts.block, p.facts.stochastic) == ((nm.mvue(2, 4), nm.mse(1, 8)), 8, True)
     with pytest.raises(ValueError, match="pass a key"):
         nm.prune(p, jnp.ones(8))
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": nm.Sparsity(drhs_g=p)}))

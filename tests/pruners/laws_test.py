@@ -103,7 +103,7 @@ def law(*cases, layouts=(FIRST, MIDDLE, LAST)):
         pytest.param(c, *layout, id=f"{c}-{np.dtype(layout[0]).name}-{layout[1]}")
         for c in cases
         for layout in layouts
-        if c.p.block < 32 or layout != FIRST
+        if c.p.facts.block < 32 or layout != FIRST
     ]
     return lambda test: pytest.mark.parametrize(("case", "dtype", "axis"), table)(_named(test))
 
@@ -149,7 +149,7 @@ DRAWN: list[str] = []
 def call(p, x, axis, axes, key, step, state):
     """Return the pruned array, and the mask if the pruner only keeps or drops."""
     ctx = nm.Ctx(key, step, state, axes)
-    return p(x, axis, ctx), p.mask(x, axis, ctx) if p.selects else None
+    return p(x, axis, ctx), p.mask(x, axis, ctx) if p.facts.selects else None
 
 
 def init(p, x, axis, axes, key, step, state):
@@ -179,7 +179,7 @@ def begun(case, x, axis, axes=None):
 
 def shape_of(case, axis):
     """Return a shape of four dimensions whose pruned one divides by m; for tiles the others do too."""
-    block = case.p.block
+    block = case.p.facts.block
     shape = [block] * 3 if "transposable" in f"{case.p}" else [3, 2, 4]
     shape.insert(axis, block * (2 if block > 4 else 3))
     return tuple(shape)
@@ -200,7 +200,7 @@ def distinct(case, dtype, axis):
     """Return groups of 1 to m in random order and with random signs. They have no ties, not even in bfloat16."""
     if "transposable" in f"{case.p}":  # sums of whole masks must differ
         return normal(case, dtype, axis)
-    m, shape = case.p.block, shape_of(case, 3)
+    m, shape = case.p.facts.block, shape_of(case, 3)
     rng = drawn("numbers of different magnitudes", shape_of(case, axis), dtype, axis, 1)
     ranks = rng.permuted(np.broadcast_to(np.arange(1.0, m + 1), (*shape[:-1], shape[-1] // m, m)), axis=-1)
     return np.moveaxis((ranks * rng.choice([-1, 1], ranks.shape)).reshape(shape), -1, axis).astype(dtype)
@@ -244,7 +244,7 @@ def test_shape_dtype_and_counts(case, dtype, axis):
         )
         holds(np.isfinite(wide(y)), "finite values stay finite", wide(y), "a finite value")
         holds((x != 0) | (y == 0), "zeros stay zeros", wide(y), 0)
-        assert case.p.keeps_zeros, "found keeps_zeros=False, wanted True"
+        assert case.p.facts.keeps_zeros, "found keeps_zeros=False, wanted True"
         if case.nm:
             counts = grouped(case, y != 0, axis, state).sum(1)
             holds(counts <= case.nm[0], "values kept in a group", counts, f"at most {case.nm[0]} of {case.nm[1]}")
@@ -253,7 +253,7 @@ def test_shape_dtype_and_counts(case, dtype, axis):
             assert case.nm in (None, (4, 4)) or (y == 0).any(), "found no zero, wanted some"
 
 
-@law(*(c for c in CASES if c.p.selects))
+@law(*(c for c in CASES if c.p.facts.selects))
 def test_selectors_only_keep_or_drop(case, dtype, axis):
     x = normal(case, dtype, axis)
     state = begun(case, x, axis)
@@ -267,7 +267,7 @@ def test_selectors_only_keep_or_drop(case, dtype, axis):
 
 
 def test_which_of_the_table_select():
-    plain = {c.p for c in CASES if c.p.selects}
+    plain = {c.p for c in CASES if c.p.facts.selects}
     assert {nm.identity, mse(2, 4), transposable(2, 4), uniform(3, 8, rescale=False), nm.hold(mse(2, 4), 40)} <= plain
     assert not plain & {mvue(2, 4), soft(2, 4), uniform(2, 4), nm.fp8("e4m3"), nm.rescale(mse(2, 4))}
 
@@ -277,7 +277,7 @@ def test_selectors_commute_with_permutations_inside_a_group(case, dtype, axis):
     if not case.local:
         dtype = np.float32  # sums of eight bfloat16 values may tie
     x = distinct(case, dtype, axis)
-    block = case.nm[1] if case.nm else case.p.block
+    block = case.nm[1] if case.nm else case.p.facts.block
     order = np.random.default_rng(2).permutation(block)
     order = (np.arange(0, x.shape[axis], block)[:, None] + order).ravel()
     same(run(case, np.take(x, order, axis), axis), np.take(run(case, x, axis), order, axis))
@@ -297,16 +297,16 @@ def test_signs_and_powers_of_two_pass_through(case, dtype, axis):
 @law(*CASES)
 def test_groups_of_zeros_give_plain_zeros(case, dtype, axis):
     x = np.moveaxis(normal(case, dtype, axis), axis, -1).copy()
-    x[..., : case.p.block] = 0
+    x[..., : case.p.facts.block] = 0
     for zeros in (np.moveaxis(x, -1, axis), np.zeros(shape_of(case, axis), dtype)):
         y = wide(run(case, zeros, axis, begun(case, zeros, axis)))
         holds(np.isfinite(y), "finite values stay finite", y, "a finite value")
-        zero_groups = np.moveaxis(y, axis, -1)[..., : case.p.block]
+        zero_groups = np.moveaxis(y, axis, -1)[..., : case.p.facts.block]
         holds((zero_groups == 0) & ~np.signbit(zero_groups), "of a group of zeros", zero_groups, 0.0)
 
 
 # Noise depends on the position, so pruners that draw are left out.
-@law(*(c for c in CASES if not c.p.stochastic and "uniform" not in f"{c.p}"), layouts=[FIRST])
+@law(*(c for c in CASES if not c.p.facts.stochastic and "uniform" not in f"{c.p}"), layouts=[FIRST])
 def test_along_any_axis_as_along_the_last(case, dtype, axis):
     x = normal(case, dtype, axis)
     moved = np.moveaxis(x, axis, -1)
@@ -330,7 +330,7 @@ def broken(case, dtype, axis):
     """Return values of which some are NaN or infinite, up to whole groups, and where; for tiles only one of them."""
     x = np.moveaxis(normal(case, dtype, axis), axis, -1)
     rng = drawn("normal numbers, NaN and infinities", shape_of(case, axis), dtype, axis, 3)
-    groups = x.reshape(-1, case.nm[1] if case.nm else case.p.block)
+    groups = x.reshape(-1, case.nm[1] if case.nm else case.p.facts.block)
     bad = rng.random(groups.shape) < rng.choice([0.1, 0.5, 1.0], (len(groups), 1))
     bad &= rng.random((len(groups), 1)) < 0.4
     bad[0, 0] = True
@@ -366,7 +366,7 @@ def test_what_is_not_finite_stays_visible(case, dtype, axis):
         holds((before > 0) | (after == 0), "NaN and infinities in a group that had none", after, 0)
 
 
-@law(*{type(c.p): c for c in CASES if c.p.block <= 8}.values(), *CASES[2:4], layouts=[LAST])
+@law(*{type(c.p): c for c in CASES if c.p.facts.block <= 8}.values(), *CASES[2:4], layouts=[LAST])
 def test_run_at_once_as_compiled(case, dtype, axis):
     """Eager calls choose as compiled ones do. Values agree up to the rounding of fused multiply-adds."""
     x = normal(case, dtype, axis)
@@ -376,7 +376,7 @@ def test_run_at_once_as_compiled(case, dtype, axis):
     assert b.dtype == dtype, f"found {b.dtype}"
     same(b != 0, a != 0, "kept by an eager call")
     np.testing.assert_allclose(a, b, rtol=1e-6)
-    if case.p.selects:
+    if case.p.facts.selects:
         same(a, b)
 
 
@@ -400,15 +400,15 @@ def test_values_of_the_table_differ():
 def test_final_form(case):
     p = case.p
     if case.final is None:
-        assert p.stochastic
+        assert p.facts.stochastic
         with pytest.raises(ValueError, match="no final form"):
             p.final  # noqa: B018
         return
     final = p.final
     assert str(final) == case.final, f"found the final form {final}, wanted {case.final}"
     assert final.final == final, f"found {final.final} as the final form of {final}, wanted {final}"
-    assert not final.has_gradient_rule, f"found a gradient rule in the final form {final}, wanted none"
-    assert not final.stochastic, f"found the random final form {final}, wanted one that draws nothing"
+    assert not final.facts.gradient_rule, f"found a gradient rule in the final form {final}, wanted none"
+    assert not final.facts.stochastic, f"found the random final form {final}, wanted one that draws nothing"
     x = normal(case, np.float32, 3)
     state = begun(case, x, 3)
     at = [run(case, x, 3, p.final_state(state), step=s, p=final) for s in (0, case.step, LATE)]
@@ -423,11 +423,11 @@ def test_needs_are_declared(case):
     p, x = case.p, normal(case, np.float32, 3)
     state = begun(case, x, 3)
     trace = lambda key, state: jax.eval_shape(lambda x: p(x, 3, nm.Ctx(key, case.step, state)), x)
-    assert trace(KEY if p.stochastic else None, state if p.needs_state else None).shape == x.shape
-    if p.stochastic:
+    assert trace(KEY if p.facts.stochastic else None, state if p.facts.needs_state else None).shape == x.shape
+    if p.facts.stochastic:
         with pytest.raises(TypeError, match="key"):
             trace(None, state)
-    if p.needs_state:
+    if p.facts.needs_state:
         with pytest.raises(ValueError, match="state"):
             trace(KEY, None)
 
@@ -437,8 +437,10 @@ class faulty(nm.Grouped):
     """A pruner that breaks one law."""
 
     fault: str = ""
-    selects = True
     reads_step = False
+
+    def describe(self):
+        return super().describe()._replace(selects=True)
 
     def mask(self, x, axis=-1, ctx=nm.Ctx()):
         return nm.groups.top(x, axis, self.n + (self.fault == "count"), self.m)

@@ -56,7 +56,7 @@ def test_other_scales():
     np.testing.assert_array_equal(call(one, later), call(P, later))
     np.testing.assert_array_equal(call(one, later, jnp.float32(2)), call(P, later))  # it ignores state
     for p in (now, one):
-        assert not p.has_state
+        assert not p.facts.has_state
         assert p.init(w) is None
         assert nm.parse_pruner(str(p)) == p
         assert nm.Sparsity(fwd_rhs=nm.ste(p)).init(w, contract=0, out=1) == {}
@@ -141,7 +141,7 @@ def test_scale_is_frozen():
     beta = _INIT(w, -1)
     for step in (1, 40, 1000):
         assert P.refresh(w * 3 + 1, -1, nm.Ctx(state=beta, step=step)) is beta
-    assert not P.needs_state  # without state its scale is 1
+    assert not P.facts.needs_state  # without state its scale is 1
 
 
 def tied_blocks(rng, count):

@@ -55,16 +55,18 @@ def combined(inner):
         st.lists(inner, max_size=3).map(lambda ps: nm.chain(*ps)),
         rows.map(nm.stages),
         st.builds(nm.rescale, inner, st.sampled_from(["auto", "group", "spatial"])),
-        st.builds(nm.permute, inner.filter(lambda p: not (p.stochastic or p.has_state)), st.none() | whole, whole),
+        st.builds(
+            nm.permute, inner.filter(lambda p: not (p.facts.stochastic or p.facts.has_state)), st.none() | whole, whole
+        ),
     )
 
 
 pruners = st.recursive(leaves, combined, max_leaves=6)
 forward = pruners.map(nm.ste) | st.builds(nm.sr_ste, selectors, real)
-backward = pruners.filter(lambda p: not p.needs_state)
+backward = pruners.filter(lambda p: not p.facts.needs_state)
 sparsities = st.builds(
     nm.Sparsity,
-    fwd_lhs=forward.filter(lambda p: not p.needs_state),
+    fwd_lhs=forward.filter(lambda p: not p.facts.needs_state),
     fwd_rhs=forward,
     dlhs_g=backward,
     dlhs_rhs=pruners | pruners.map(nm.raw),
@@ -249,9 +251,8 @@ class above(nm.Pruner):
     m: int
     strict: bool = True
 
-    @property
-    def block(self):
-        return self.m
+    def describe(self):
+        return super().describe()._replace(block=self.m)
 
     def __call__(self, x, axis=-1, ctx=nm.Ctx()):
         g = nm.groups.split(x, axis, self.m)
