@@ -166,7 +166,8 @@ def cifar_files(arrays) -> dict[str, bytes]:
     rows = [
         bytes([label]) + b"".join(image[..., c].tobytes() for c in range(3)) for image, label in zip(x, y, strict=True)
     ]
-    return {name: b"".join(rows[4 * i : 4 * i + 4]) for i, name in enumerate(published._BATCHES)}
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    return {name: b"".join(rows[4 * i : 4 * i + 4]) for i, name in enumerate(names)}
 
 
 def tar(files) -> bytes:
@@ -319,6 +320,7 @@ def test_fashion_mnist_of_the_pack():
     got = images.load("fashion_mnist", PACKS)
     assert (got.train[0].shape, got.test[0].shape) == ((60_000, 28, 28, 1), (10_000, 28, 28, 1))
     assert np.bincount(got.test[1]).tolist() == [1000] * 10
+    assert got.test[1][:10].tolist() == images._FIRST["fashion_mnist"]
 
 
 # ---- a pack of JPEGs ----
