@@ -148,18 +148,12 @@ def _published(name: str, dir: str | Path) -> Images:
     if dir and name in _FIRST:
         places += [Path(dir).expanduser().resolve() / (published.IDX[0] + end) for end in ("", ".gz")]
     how = known.how(name)
-    try:
-        path = find(places, dir, ("/usr/share/datasets",) if name in _FIRST else (), how)
-    except Missing as missing:
-        if name != "cifar10":
-            raise
-        try:
-            pickled = find(published.PICKLED, dir)
-        except Missing:
-            raise missing from None
+    path = find(places, dir, ("/usr/share/datasets",) if name in _FIRST else (), how)
+    if path.name in published.PICKLED:
         raise Missing(
-            f"{pickled} holds pickles, which nmjax does not read. It reads the binary archive. {how}"
-        ) from None
+            f"{path} holds pickles, which nmjax does not read. Fetch the binary archive to the same folder: python -m "
+            f"experiments.data get {name} --dir={path.parent}. It is {known.addresses[0]}{known.files[0].name}."
+        )
     notes = []
     if path.name == "cifar10_jpegscan.npz":
         splits, notes = _jpegscan(path), ["CIFAR-10 as a lossy JPEG copy (quality 75)"]

@@ -90,13 +90,11 @@ def load(name: str, dir: str | Path = "", test: str = "") -> Labelled:
     >>> len(data.classes), len(data.train) > 5 * len(data.test)
     (9, True)
     """
+    if test and (names.is_foreign(name) or name == "docstrings"):
+        raise Mistake(f"config.data.name={name!r} has its own test texts: leave config.data.test empty.")
     if names.is_foreign(name):
-        if test:
-            raise Mistake(f"config.data.name={name!r} returns its own test texts: leave config.data.test empty.")
         return others.load(name, dir, Labelled)
     if name == "docstrings":
-        if test:
-            raise Mistake("config.data.name='docstrings' has its own test texts: leave config.data.test empty.")
         return _divided(name, _docstrings(), _MODULES, f"docstrings of {text.PYTHON}")
     files = [_read(each, dir) for each in (name, test) if each]
     classes = _classes([label for rows in files for *_, label in rows], name)

@@ -60,6 +60,7 @@ class Published(NamedTuple):
         )
 
 
+PICKLED = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1")  # names of CIFAR-10 that are refused
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -79,7 +80,10 @@ SETS = {
         (50_000, 10_000),
         (32, 32, 3),
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-        ("cifar-10-batches-bin", "cifar-10-binary.tar.gz", "cifar10_jpegscan.npz", "cifar10.npz", "data_batch_1.bin"),
+        (
+            *("cifar-10-batches-bin", "cifar-10-binary.tar.gz", "cifar10_jpegscan.npz", "cifar10.npz"),
+            *("data_batch_1.bin", *PICKLED),
+        ),
     ),
     "mnist": _idx_set(
         "MNIST",
@@ -140,7 +144,6 @@ def _idx_array(path: Path) -> np.ndarray:
 
 # ---- CIFAR-10 ----
 
-PICKLED = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1")  # names of the other archive, and in it
 _BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 _RECORD, _RECORDS = 1 + 3072, 10_000  # bytes of a record, and records in a file
 _ARCHIVE = 192 << 20  # bytes in the archive: its files have 184 million
