@@ -1,6 +1,8 @@
 """Errors that end a command with one line on the screen. Each has the exit code of the process."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 _NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
@@ -21,6 +23,15 @@ class Mistake(Exception):
     """A person asked for something that cannot be done. It says what, where, and what to write instead."""
 
     code = 2
+
+
+@contextlib.contextmanager
+def mistaken(where: str = "") -> Iterator[None]:
+    """Turn an error of a value, or of opening a file, into a `Mistake` that begins with ``where``."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise Mistake(f"{where}{error}") from error
 
 
 class Missing(Mistake):

@@ -96,7 +96,7 @@ def writable(workdir: Path) -> Iterator[None]:
         raise kind(f"--workdir={workdir} cannot be written: {error.strerror or error}.") from error
 
 
-def replace(path: Path, content: str | bytes) -> None:
+def replace(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file whole or not at all. It is on the disk when this returns."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another machine may have the same process id
     try:

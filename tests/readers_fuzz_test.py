@@ -5,7 +5,9 @@ case of a number is always the same: a failure names the numbers, and ``contents
 """
 
 import contextlib
+import gzip
 import json
+import lzma
 import random
 import resource
 import struct
@@ -19,13 +21,14 @@ import pytest
 
 import nmjax as nm
 from experiments import command, config_files, files, recorded, report
-from experiments.data import folder, idx, labelled, npz
+from experiments.data import folder, images, labelled, published, text
 from experiments.errors import Mistake
 from experiments.training import settings
 from nmjax import checkpoints
 from nmjax.checkpoints import gguf, torch_files
 from nmjax.oneshot import texts
 from tests.checkpoints.gguf_test import write as write_gguf
+from tests.experiments.data.images_test import cifar_arrays, cifar_files, idx_bytes, tar
 
 SECONDS = 4  # for each reader
 SLOWEST = 5  # seconds of one case
@@ -53,6 +56,12 @@ class Reader(NamedTuple):
 
 def of_text(*lines: str) -> Callable[[Path], Any]:
     return lambda path: path.write_text("\n".join(lines))
+
+
+def of_bytes(data: bytes) -> Callable[[Path], Any]:
+    """Write bytes, packed as the name of the file says."""
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}
+    return lambda path: path.write_bytes(data if data[:2] == b"\x1f\x8b" else pack.get(path.suffix, bytes)(data))
 
 
 def picture(kind: str) -> Callable[[Path], Any]:
@@ -87,6 +96,11 @@ def in_full(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return lambda path: [np.asarray(value).sum() for value in read(path).values()]
 
 
+def tokenised(path: Path) -> None:
+    path.with_name("tale.txt").write_text("hello world\nabab\n" * 9)
+    text.load("tale", path.parent, tokenizer=str(path))
+
+
 def called(path: Path) -> None:
     settings.call(settings.in_steps(path.read_text(errors="replace"), 100), "config.optimizer")
 
@@ -98,6 +112,7 @@ LINES = [
 ]
 LABELLED = [json.dumps({"text": f"text {n}", "text_b": "b", "label": n % 2}) for n in range(4)]
 WINDOWS = {"prompt": "a", "samples": ["ab"], "hardest": [{"loss": 1.0, "pieces": [["a", 1.0], ["b", None]]}]}
+WORDS = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 PLAN = "<!-- plan --><table><tr><th>a</th></tr><tr><td>ste(2,4)</td></tr></table><p>b</p><!-- end of plan -->"
 RESULTS = config_files.ROOT / "experiments/results/held_vit_cpu.jsonl"
 GGUF = {"w": ("F32", (8,), np.arange(8, dtype=np.float32).tobytes())}
@@ -125,11 +140,16 @@ READERS = {
     "lines": Reader("a.jsonl", of_text(*LINES), files.lines),
     "results": Reader(RESULTS.name, of_text(*RESULTS.read_text().splitlines()[:2]), recorded.read),
     "labelled": Reader("a.jsonl", of_text(*LABELLED), lambda path: labelled.load(str(path))),
-    "arrays": Reader("a.npz", packed, npz.read),
-    "idx": Reader(
-        "a", lambda path: path.write_bytes(struct.pack(">4BIII", 0, 0, 8, 3, 3, 4, 5) + bytes(60)),
-        lambda path: idx._array(path, 3),
-    ),
+    "arrays": Reader("a.npz", packed, lambda path: images.load(str(path))),
+    **{
+        f"idx{end}": Reader(f"a-idx3{end}", of_bytes(idx_bytes(np.zeros((3, 4, 5), np.uint8))), published._idx_array)
+        for end in ("", ".gz")
+    },
+    "cifar": Reader("cifar-10-binary.tar.gz", of_bytes(tar(cifar_files(cifar_arrays()))), published.cifar10),
+    **{
+        end: Reader(f"a.txt{end}", of_bytes(b"a text of some lines\n" * 40), lambda path: text.load(str(path)))
+        for end in (".gz", ".xz")
+    },
     **{
         kind: Reader("a.jpg", picture(kind), lambda path: folder._image(str(path), 16, None))
         for kind in ("JPEG", "PNG", "GIF", "BMP", "WEBP")
@@ -139,6 +159,7 @@ READERS = {
     "tokenizers": Reader(
         "tokenizer.json", of_text((GOLDEN / "bert/tokenizer.json").read_text()), texts.tokenizer, (ValueError, OSError)
     ),
+    "tokens": Reader("words.json", of_text(json.dumps({"version": "1.0", "model": WORDS})), tokenised),
     "safetensors": Reader(
         "model.safetensors",
         lambda path: checkpoints.write(path, {"w": np.eye(8, dtype=np.float32), "b": np.zeros(8, np.float16)}),
@@ -214,9 +235,10 @@ def tried(reader: Reader, path: Path) -> bool:
 @pytest.mark.filterwarnings("ignore")  # of Pillow and of NumPy, about what they read
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_reads_or_refuses_in_a_sentence(name, tmp_path, monkeypatch):
-    if name == "tokenizers":
+    if name.startswith("token"):
         pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     reader, path = READERS[name], tmp_path / READERS[name].name
     reader.good(path)
     good = path.read_bytes()

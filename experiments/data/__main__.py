@@ -3,25 +3,12 @@
 import argparse
 import os
 import sys
-import time
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments.data import fetch
 from experiments.errors import Failed, Mistake
-
-
-class _Shown:
-    """Shows how much of a file has arrived: a line that changes on a terminal, and in a log a line for each file."""
-
-    def __init__(self):
-        self._live, self._last = sys.stderr.isatty(), 0.0
-
-    def __call__(self, name: str, done: int, size: int) -> None:
-        now = time.monotonic()
-        if done < size and (not self._live or now - self._last < 0.2):
-            return
-        self._last = now
-        text = f"{name}: {done / 1e6:,.1f} of {size / 1e6:,.1f} MB"
-        print(f"\r{text}" if self._live else text, end="\n" if done == size else "", file=sys.stderr, flush=True)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -31,13 +18,22 @@ def main(args: list[str] | None = None) -> int:
     get.add_argument("name", choices=list(fetch.SETS), help="the data set")
     get.add_argument("--dir", default="", help="the folder to put it into (default: $NMJAX_DATA, else this folder)")
     options = parser.parse_args(args)
+    columns = TextColumn("{task.description}"), DownloadColumn(), TimeRemainingColumn()
+    tasks = {}
     try:
-        folder = fetch.get(options.name, options.dir or os.environ.get("NMJAX_DATA") or ".", _Shown())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+
+            def show(name: str, done: int, size: int) -> None:
+                if name not in tasks:
+                    tasks[name] = progress.add_task(name, total=size)
+                progress.update(tasks[name], completed=done)
+
+            folder = fetch.get(options.name, options.dir or os.environ.get("NMJAX_DATA") or ".", show)
     except (Mistake, Failed) as error:
         print(error, file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues.", file=sys.stderr)
+        print("interrupted; the same command continues.", file=sys.stderr)
         return 130
     place = f" --config.data.dir={options.dir}" if options.dir else ""
     print(f"{options.name} is in {folder}. Train: python launch.py --config=configs/vit_24.py:{options.name}{place}")

@@ -1,15 +1,17 @@
 """A cache of arrays that take long to make, in ``$XDG_CACHE_HOME/nmjax`` or ``~/.cache/nmjax``."""
 
 import hashlib
+import io
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from experiments.data import reading
+from experiments.errors import Mistake
+from experiments.files import opened, replace
 
 log = logging.getLogger(__name__)
 
@@ -32,28 +34,18 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
     except RuntimeError as e:  # no home
         log.warning("cannot keep %s: %s Set XDG_CACHE_HOME.", name, e)
         return make()
+    if os.path.exists(path):
+        try:
+            return reading.arrays(path, (), None)
+        except Mistake as e:
+            log.warning("it will be made again: %s", e)
+    arrays, content = make(), io.BytesIO()
     try:
-        with reading.opened(path) as file, np.load(file) as found:  # np.load leaves a damaged file open
-            arrays = dict(found)
-        if not all(isinstance(array, np.ndarray) for array in arrays.values()):
-            raise ValueError("it holds something that is not an array")
-        return arrays
-    except FileNotFoundError:
-        pass
-    except Exception as e:  # a damaged archive may raise any error
-        log.warning("cannot read %s; it will be made again: %s", path, e)
-    arrays = make()
-    part = None
-    try:
+        np.savez(content, **arrays)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            part = file.name
-            np.savez(file, **arrays)
-        os.replace(part, path)
+        replace(path, content.getbuffer())
     except OSError as e:
         log.warning("cannot keep %s, so the next run makes it again: %s. XDG_CACHE_HOME says where.", path, e)
-        if part:
-            Path(part).unlink(missing_ok=True)
     return arrays
 
 
@@ -61,6 +53,6 @@ def checksum(*paths: str | Path) -> str:
     """Return 16 hex digits that depend on all bytes of some files, and on the order of the files."""
     digests = []
     for path in paths:
-        with reading.opened(path) as file:
+        with opened(path) as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return (hashlib.sha256(" ".join(digests).encode()).hexdigest() if len(digests) > 1 else digests[0])[:16]

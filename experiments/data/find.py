@@ -42,13 +42,9 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
         for name in names if folder else ():
             if (folder / name).exists():
                 return folder / name
-    missing = f"no {names[0]}"
-    if len(names) > 1:
-        missing = f"none of {', '.join(map(str, names[:4]))}"
-    if len(names) > 4:
-        missing += ", ..."
+    missing = f"no {names[0]}" if len(names) == 1 else f"none of {', '.join(map(str, names[:4]))}"
     searched = ", ".join(place for place, _ in places)
-    raise Missing(f"found {missing} in {searched}." + (f" {how}" if how else ""))
+    raise Missing(f"found {missing}{', ...' * (len(names) > 4)} in {searched}." + (f" {how}" if how else ""))
 
 
 def _folder(path: str | Path, setting: str) -> Path:

@@ -10,31 +10,18 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from experiments.data import reading, validation
+from experiments.data import validation
+from experiments.data.images import Images
 from experiments.data.order import positions
 from experiments.errors import Missing, Mistake
+from experiments.files import opened
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # of these suffixes; for other formats Pillow may start programs
 _ROW = 100  # so many unreadable files in a row are refused, because more than a few are broken
-
-
-class Folder(NamedTuple):
-    """The files of a folder of images, with their labels. Classes are numbered in the order of their names.
-
-    The val split is the test split of a run. `note` says where it comes from, if it is not the folder val.
-    """
-
-    train: list[str]
-    train_labels: np.ndarray
-    val: list[str]
-    val_labels: np.ndarray
-    classes: tuple[str, ...]
-    note: str = ""
 
 
 class Unreadable(Mistake):
@@ -58,27 +45,32 @@ class Skipped:
                 self._tell(f"{file} cannot be read as an image ({why}): skipped, {len(self.files):,} in all")
 
 
-def open(dir: str | Path) -> Folder:
-    """Return the files of a folder. No image is read yet."""
+def open(dir: str | Path) -> Images:
+    """Return the files of a folder in the place of images, and their labels. No image is read yet.
+
+    Classes are numbered in the order of their names. The note says where the test split comes from, if not from val.
+    """
     if not dir:
         raise Missing(
             "config.data.name='folder' needs --config.data.dir=DIR, a folder that holds train/CLASS/*.jpg and "
             "val/CLASS/*.jpg, or CLASS/*.jpg."
         )
     root = Path(dir).expanduser()
-    train, val, test = (root / part for part in ("train", "val", "test"))
     if not root.exists():
         raise Missing(f"there is no folder {root}. Give the folder of images by --config.data.dir.")
-    if not train.is_dir() and not val.is_dir() and not test.is_dir():
-        return _held_out(root, f"{root} has no folders train and val")
-    if not val.is_dir() and not test.is_dir():
-        return _held_out(train, f"{root} has no folder val or test")
-    if not val.is_dir():
-        return _two(train, test, "the test split is the folder test")
-    return _two(train, val, "the test split is the folder val; the folder test is not read" if test.is_dir() else "")
+    train, held = root / "train", [name for name in ("val", "test") if (root / name).is_dir()]
+    if not held:
+        return _held_out(train if train.is_dir() else root, f"{root} has no folder val or test")
+    note = "" if held == ["val"] else f"the test split is the folder {held[0]}"
+    note += "; the folder test is not read" if len(held) == 2 else ""
+    classes, others = _classes(train), _classes(root / held[0])
+    if classes != others:
+        odd = _some(sorted(set(classes) ^ set(others)))
+        raise Mistake(f"{train} and {root / held[0]} should have the same classes; only one of them has {odd}.")
+    return Images("folder", _files(train, classes), _files(root / held[0], classes), tuple(classes), note)
 
 
-def _held_out(folder: Path, why: str) -> Folder:
+def _held_out(folder: Path, why: str) -> Images:
     """Return the files of one folder of classes. An evenly spaced tenth of each class is the test split."""
     classes = _classes(folder)
     files, labels = _files(folder, classes)
@@ -86,17 +78,9 @@ def _held_out(folder: Path, why: str) -> Folder:
     few = np.flatnonzero(np.bincount(labels[kept], minlength=len(classes)) == 0)
     if few.size:
         raise Mistake(f"{folder}: {classes[few[0]]} has too few images to be split. Add images, or remove the folder.")
-    train, test = ([files[i] for i in part] for part in (kept, chosen))
+    train, test = (([files[i] for i in part], labels[part]) for part in (kept, chosen))
     note = f"{why}: an evenly spaced tenth of its images is the test split"
-    return Folder(train, labels[kept], test, labels[chosen], tuple(classes), note)
-
-
-def _two(train: Path, val: Path, note: str) -> Folder:
-    classes, val_classes = _classes(train), _classes(val)
-    if classes != val_classes:
-        odd = sorted(set(classes) ^ set(val_classes))
-        raise Mistake(f"{train} and {val} should have the same classes; only one of them has {_some(odd)}.")
-    return Folder(*_files(train, classes), *_files(val, classes), tuple(classes), note)
+    return Images("folder", train, test, tuple(classes), note)
 
 
 def _classes(folder: Path) -> list[str]:
@@ -195,7 +179,7 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
     from PIL import Image
 
     try:
-        with reading.opened(file) as raw, Image.open(raw, formats=_FORMATS) as image:
+        with opened(file) as raw, Image.open(raw, formats=_FORMATS) as image:
             full = image.size
             left, top, width, height = _middle(*full) if rng is None else _part(*full, rng)
             if rng is not None:  # decode a JPEG at 1/2, 1/4 or 1/8 of its size, where that is fine enough

@@ -1,4 +1,4 @@
-"""Small image sets, whole in memory: digits, CIFAR-10, MNIST and Fashion-MNIST."""
+"""Small image sets, whole in memory: digits, published sets, an ``.npz``, or what a function returns."""
 
 import difflib
 import importlib.util
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.data import cache, cifar, idx, npz, others, reading
+from experiments.data import cache, others, published, reading, validation
 from experiments.data.find import find
 from experiments.errors import Missing, Mistake
 from nmjax.core import names
@@ -49,13 +49,15 @@ def load(name: str, dir: str | Path = "") -> Images:
       name: One of these, or ``module:name`` of a function that takes ``dir`` and returns `Images`:
 
         - ``digits``: scikit-learn's, 8x8 pixels of 16 greys, 1,437 to train and 360 to test.
-        - ``cifar10``: the folder ``cifar-10-batches-py``, the archive ``cifar-10-python.tar.gz`` as it is, or the
+        - ``cifar10``: the folder ``cifar-10-batches-bin``, the archive ``cifar-10-binary.tar.gz`` as it is, or the
           pack ``cifar10_jpegscan.npz``.
         - ``mnist``, ``fashion_mnist``: the four IDX files, gzipped or not, in a folder of the set's name
-          (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with
-          x_train, y_train, x_test and y_test. The files of the two sets have the same names. So files in no such
-          folder are read from ``dir`` only, and neither set is accepted as the other.
-        - a file ``.npz`` with x and y, as `npz.read` describes it.
+          (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``). The files of the two sets have the same
+          names. So files in no such folder are read from ``dir`` only, and neither set is accepted as the other.
+        - each of these three also as an ``.npz`` of its name with x_train, y_train, x_test and y_test.
+        - a file ``.npz`` with x and y, or x_train and y_train, and perhaps x_test and y_test. Images are uint8, whole
+          numbers from 0 to 255, or floats from 0 to 1, which become 8 bits; their shape is (n, height, width) or
+          (n, height, width, channels). Without x_test, an evenly spaced tenth of the images is the test split.
       dir: The folder that is searched first. `find` lists the others.
 
     Returns:
@@ -65,72 +67,63 @@ def load(name: str, dir: str | Path = "") -> Images:
       Mistake: The name is not known, or its files are missing, damaged or not what they should be.
     """
     if names.is_foreign(name):
-        return _checked(name, others.load(name, dir, Images))
+        data = others.load(name, dir, Images)
+        return _checked(f"config.data.name={name!r}", data)
     if name.endswith(".npz"):
-        path = find((name,), dir, how="Give the path of the file, or its folder by --config.data.dir=DIR.")
-        train, test, note = npz.read(path)
-        return Images(path.name, train, test, tuple(map(str, range(train[1].max() + 1))), note)
-    if name not in _SETS:
-        near = difflib.get_close_matches(name, _SETS, n=1)
-        guess = f" Did you mean {near[0]}?" if near else ""
-        if Path(name).is_dir():
-            guess = f" It is a folder: write --config=FILE:folder --config.data.dir={name}."
-        raise Mistake(
-            f"no image set is called {name!r}.{guess} Write one of {', '.join(_SETS)}, a .npz file, or folder."
-        )
-    return _SETS[name](dir)
-
-
-_PUBLISHED = {  # images to train on and to test, and their shape: what a plan needs of sets with ten classes
-    "digits": (1_437, 360, (8, 8, 1)),
-    "cifar10": (50_000, 10_000, (32, 32, 3)),
-    "mnist": (60_000, 10_000, (28, 28, 1)),
-    "fashion_mnist": (60_000, 10_000, (28, 28, 1)),
-}
+        return _own(find((name,), dir, how="Give the path of the file, or its folder by --config.data.dir=DIR."))
+    if name == "digits":
+        return _digits()
+    if name in published.SETS:
+        return _published(name, dir)
+    sets = ["digits", *published.SETS]
+    near = difflib.get_close_matches(name, sets, n=1)
+    guess = f" Did you mean {near[0]}?" if near else ""
+    if Path(name).is_dir():
+        guess = f" It is a folder: write --config=FILE:folder --config.data.dir={name}."
+    raise Mistake(f"no image set is called {name!r}.{guess} Write one of {', '.join(sets)}, a .npz file, or folder.")
 
 
 def stand_in(name: str, missing: Missing) -> Images:
     """Return black images in the sizes of a published set whose files are missing. Other sets raise the error."""
-    if name not in _PUBLISHED:
+    if name not in published.SETS:
         raise missing
-    train, test, shape = _PUBLISHED[name]
-    part = lambda count: (np.broadcast_to(np.uint8(0), (count, *shape)), np.arange(count, dtype=np.int32) % 10)
-    return Images(name, part(train), part(test), tuple(map(str, range(10))))
+    known = published.SETS[name]
+    part = lambda count: (np.broadcast_to(np.uint8(0), (count, *known.shape)), np.arange(count, dtype=np.int32) % 10)
+    return Images(name, *map(part, known.counts), known.classes)
 
 
-def _checked(name: str, data: Images) -> Images:
-    """Return a set of another module with labels of int32; refuse what no run can read."""
-    splits = []
-    for split in ("train", "test"):
-        x, y = map(np.asarray, getattr(data, split))
-        where = f"config.data.name={name!r}: {split}"
-        if x.dtype != np.uint8 or x.ndim != 4 or not len(x):
-            raise Mistake(f"{where} has images of {x.dtype} {x.shape}, not uint8 (n, height, width, channels).")
-        if y.shape != (len(x),) or y.dtype.kind not in "iu":
+def _checked(where: str, data: Images, shape: tuple[int, ...] | None = None) -> Images:
+    """Return a set with labels of int32; refuse what no run can read, or another shape of images."""
+    shape = shape or np.shape(data.train[0])[1:]
+    splits = {"train": data.train, "test": data.test}
+    for split in splits:
+        x, y = map(np.asarray, splits[split])
+        if x.dtype != np.uint8 or x.ndim != 4 or 0 in x.shape:
             raise Mistake(
-                f"{where} has labels of {y.dtype} {y.shape}, not one whole number for each of {len(x)} images."
+                f"{where}: {split} has images of {x.dtype} {x.shape}, not uint8 (n, height, width, channels)."
             )
+        if x.shape[1:] != shape:
+            raise Mistake(f"{where}: {split} has images of {x.shape[1:]}, not of {shape}. All need one shape.")
+        _refuse_no_labels(f"{where}: {split}", x, y)
         if y.min() < 0 or y.max() >= len(data.classes):
             raise Mistake(
-                f"{where} has labels from {y.min()} to {y.max()}, and {len(data.classes)} classes are named: they are "
-                f"numbered from 0 to {len(data.classes) - 1}."
+                f"{where}: {split} has labels from {y.min()} to {y.max()}, and {len(data.classes)} classes are named: "
+                f"they are numbered from 0 to {len(data.classes) - 1}."
             )
-        splits.append((x, y.astype(np.int32)))
-    train, test = splits
-    if train[0].shape[1:] != test[0].shape[1:]:
-        raise Mistake(
-            f"config.data.name={name!r}: images to train are {train[0].shape[1:]}, those to test {test[0].shape[1:]}. "
-            "They need one shape."
-        )
-    return data._replace(train=train, test=test)
+        splits[split] = x, y.astype(np.int32)
+    return data._replace(**splits)
+
+
+def _refuse_no_labels(where: str, x: np.ndarray, y: np.ndarray) -> None:
+    if y.shape != (len(x),) or y.dtype.kind not in "iu":
+        raise Mistake(f"{where} has labels of {y.dtype} {y.shape}, not one whole number for each of {len(x):,} images.")
 
 
 # ---- digits ----
 
 
-def _digits(dir) -> Images:
+def _digits() -> Images:
     """Return scikit-learn's digits. The test split has 36 evenly spaced images of each digit, 360 in all."""
-    del dir
     package = importlib.util.find_spec("sklearn")  # importing it takes a second, and one file of it is enough
     if package is None or package.origin is None:
         raise Missing("the digits come with scikit-learn: pip install scikit-learn")
@@ -143,25 +136,44 @@ def _digits(dir) -> Images:
     return Images("digits", (x[train], y[train]), (x[test], y[test]), tuple("0123456789"))
 
 
-# ---- CIFAR-10 ----
+# ---- published sets ----
 
-_IMAGES = 60_000
-
-
-def _cifar10(dir) -> Images:
-    path = find(
-        ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10_jpegscan.npz", "data_batch_1"),
-        dir,
-        how="CIFAR-10: python -m experiments.data get cifar10. Or download cifar-10-python.tar.gz from "
-        "https://www.cs.toronto.edu/~kriz/cifar.html into DIR, and add --config.data.dir=DIR or set NMJAX_DATA=DIR.",
-    )
-    if path.suffix == ".npz":
-        note = "CIFAR-10 as a lossy JPEG copy (quality 75)"
-        return Images("cifar10", *_jpegscan(path), cifar.CLASSES, note)
-    return Images("cifar10", *cifar.read(path.parent if path.name == "data_batch_1" else path), cifar.CLASSES)
+# The test sets whose files have the same names are told apart by their first labels.
+_FIRST = {"mnist": [7, 2, 1, 0, 4, 1, 4, 9, 5, 9], "fashion_mnist": [9, 2, 1, 1, 6, 1, 4, 6, 5, 7]}
 
 
-def _jpegscan(path: Path):
+def _published(name: str, dir: str | Path) -> Images:
+    known = published.SETS[name]
+    places: list[str | Path] = [*known.places]
+    if dir and name in _FIRST:
+        places += [Path(dir).expanduser().resolve() / (published.IDX[0] + end) for end in ("", ".gz")]
+    how = known.how(name)
+    path = find(places, dir, ("/usr/share/datasets",) if name in _FIRST else (), how)
+    if path.name in published.PICKLED:
+        raise Missing(
+            f"{path} holds pickles, which nmjax does not read. Fetch the binary archive to the same folder: python -m "
+            f"experiments.data get {name} --dir={path.parent}. It is {known.addresses[0]}{known.files[0].name}."
+        )
+    notes = []
+    if path.name == "cifar10_jpegscan.npz":
+        splits, notes = _jpegscan(path), ["CIFAR-10 as a lossy JPEG copy (quality 75)"]
+    elif path.suffix == ".npz":
+        splits, notes = _of_npz(path, ("x_train", "y_train", "x_test", "y_test"))
+    elif name == "cifar10":
+        path = path.parent if path.suffix == ".bin" else path
+        splits = published.cifar10(path)
+    else:
+        path = path.parent
+        splits = published.idx(path)
+    data = Images(name, **splits, classes=known.classes, note="; ".join(notes))
+    data = _checked(str(path), data, known.shape)
+    for other, first in _FIRST.items():
+        if other != name and data.test[1][:10].tolist() == first:
+            raise Mistake(f"{path} is {other}, and config.data.name is {name!r}. {how}")
+    return data
+
+
+def _jpegscan(path: Path) -> published.Splits:
     """Read a pack of JPEGs: one header for all of them, then their entropy-coded scans, one after another."""
     keys = ("jpeg_header", "len_train", "scan_train", "y_train", "len_test", "scan_test", "y_test")
     z = reading.arrays(path, keys)
@@ -169,12 +181,10 @@ def _jpegscan(path: Path):
     if any(z[name].ndim != 1 or z[name].dtype.kind not in kind for name, kind in kinds.items()):
         raise Mistake(f"{path}: its arrays are not rows of bytes, lengths and labels. Copy the file again.")
     lengths = np.concatenate([z["len_train"], z["len_test"]]).astype(np.int64)
-    ends = np.cumsum(lengths)
-    sizes = [len(z["y_train"]), len(z["y_test"])]
-    labels = np.concatenate([z["y_train"], z["y_test"]])
-    fits = min(sizes) > 0 and sum(sizes) <= _IMAGES and [len(z["len_train"]), len(z["len_test"])] == sizes
-    fits = fits and lengths.min() > 0 and ends[-1] == len(z["scan_train"]) + len(z["scan_test"])
-    if not fits or labels.min() < 0 or labels.max() >= len(cifar.CLASSES):
+    ends, count = np.cumsum(lengths), len(z["y_train"])
+    sizes = [(len(z[f"len_{split}"]), len(z[f"y_{split}"])) for split in ("train", "test")]
+    fits = all(0 < a == b for a, b in sizes) and len(ends) <= sum(published.SETS["cifar10"].counts)
+    if not fits or lengths.min() <= 0 or ends[-1] != len(z["scan_train"]) + len(z["scan_test"]):
         raise Mistake(f"{path}: its lengths, scans and labels do not fit together. Copy the file again.")
 
     def decode():
@@ -196,64 +206,70 @@ def _jpegscan(path: Path):
         return {"images": images}
 
     images = cache.kept(f"{path.stem}-{path.stat().st_size}-{cache.checksum(path)}", decode)["images"]
-    train, test = (z[key].astype(np.int32) for key in ("y_train", "y_test"))
-    return (images[: sizes[0]], train), (images[sizes[0] :], test)
+    return {"train": (images[:count], z["y_train"]), "test": (images[count:], z["y_test"])}
 
 
-# ---- MNIST and Fashion-MNIST ----
+# ---- an .npz ----
+
+_NAMES = ("x", "y", "x_train", "y_train", "x_test", "y_test")
+_ASKED = "An image set has x (images) and y (labels), or x_train and y_train. It may also have x_test and y_test."
 
 
-def _mnist(dir) -> Images:
-    return _idx(
-        "mnist",
-        ("mnist", "MNIST/raw", "MNIST"),
-        dir,
-        tuple("0123456789"),
-        "MNIST: python -m experiments.data get mnist. Or put its four files, train-images-idx3-ubyte.gz and so on, "
-        "into DIR/mnist, and add --config.data.dir=DIR or set NMJAX_DATA=DIR.",
-    )
+def _own(path: Path) -> Images:
+    """Return the images in an ``.npz``. Refuse it if it is not clear what its arrays mean."""
+    splits, notes = _of_npz(path)
+    if "test" not in splits:
+        x, y = splits["train"]
+        splits = dict(zip(("train", "test"), ((x[i], y[i]) for i in validation.positions(y, 0.1)), strict=True))
+        notes.append(f"{path.name} has no x_test: an evenly spaced tenth of its images is the test split")
+    labels = [y for _, y in splits.values()]
+    low, high = min(y.min() for y in labels), max(y.max() for y in labels)
+    if low < 0 or np.unique(labels[0]).size != high + 1:
+        raise Mistake(
+            f"{path}: its labels are from {low} to {high}. Number the classes from 0, without gaps; each class needs "
+            "images to train on."
+        )
+    classes = tuple(map(str, range(high + 1)))
+    return _checked(str(path), Images(path.name, **splits, classes=classes, note="; ".join(notes)))
 
 
-def _fashion_mnist(dir) -> Images:
-    return _idx(
-        "fashion_mnist",
-        ("fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "FashionMNIST"),
-        dir,
-        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        "Fashion-MNIST: python -m experiments.data get fashion_mnist. Or put its four files, from "
-        "https://github.com/zalandoresearch/fashion-mnist, into DIR/fashion-mnist, and add --config.data.dir=DIR or "
-        "set NMJAX_DATA=DIR.",
-    )
+def _of_npz(path: Path, needed: tuple[str, ...] = ()) -> tuple[published.Splits, list[str]]:
+    """Return the splits in an ``.npz``, with images of uint8, and notes on what was changed."""
+    found = reading.arrays(path, needed, _NAMES)
+    own = [name for name in ("x", "x_train") if name in found]
+    if len(own) != 1 or own[0].replace("x", "y") not in found or ("x_test" in found) != ("y_test" in found):
+        has = f"holds {', '.join(found)}" if found else "has no arrays x and y"
+        raise Mistake(f"{path} {has}. {_ASKED}")
+    keys = {"train": own[0]} | ({"test": "x_test"} if "x_test" in found else {})
+    images, notes = _pixels(path, {name: found[name] for name in keys.values()})
+    labels = [found[name.replace("x", "y")] for name in keys.values()]
+    labels = [y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y for y in labels]
+    for name, x, y in zip(keys.values(), images, labels, strict=True):
+        _refuse_no_labels(f"{path}: {name}", x, y)
+    return dict(zip(keys, zip(images, labels, strict=True), strict=True)), notes
 
 
-# The two test sets are told apart by their first labels.
-_FIRST = {"mnist": [7, 2, 1, 0, 4, 1, 4, 9, 5, 9], "fashion_mnist": [9, 2, 1, 1, 6, 1, 4, 6, 5, 7]}
-
-
-def _idx(name, folders, dir, classes, how) -> Images:
-    file = idx.FILES[0]
-    places = [f"{folder}/{file}{end}" for folder in folders for end in ("", ".gz")]
-    places += [f"{folder}.npz" for folder in folders if "/" not in folder]
-    if dir:
-        places += [Path(dir).expanduser().resolve() / (file + end) for end in ("", ".gz")]
-    path = find(places, dir, ("/usr/share/datasets",), how)
-    if path.suffix == ".npz":
-        arrays = reading.arrays(path, ("x_train", "y_train", "x_test", "y_test"))
-        train, test = (tuple(arrays[f"{key}_{part}"] for key in "xy") for part in ("train", "test"))
-    else:
-        train, test = idx.read(path.parent)
-    for x, y in (train, test):
-        fits = x.shape == (y.size, 28, 28) and y.ndim == 1 and y.size > 0 and x.dtype == np.uint8
-        if not fits or not np.isin(y, np.arange(10)).all():
+def _pixels(path: Path, arrays: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
+    """Return images as uint8 (n, height, width, channels), and notes on what was changed."""
+    for name, x in arrays.items():
+        if x.ndim not in (3, 4) or 0 in x.shape:
             raise Mistake(
-                f"{path}: expected images of uint8 (n, 28, 28) and n labels of 0..9, got {x.dtype} {x.shape}, and "
-                f"labels of {y.dtype} {y.shape} with the values {np.unique(y)[:11].tolist()}."
+                f"{path}: {name} is {x.shape}, not images (n, height, width) or (n, height, width, channels)."
             )
-    for other, first in _FIRST.items():
-        if other != name and test[1][:10].tolist() == first:
-            raise Mistake(f"{path} is {other}, and config.data.name is {name!r}. {how}")
-    train, test = ((x[..., None], y.astype(np.int32)) for x, y in (train, test))
-    return Images(name, train, test, classes)
-
-
-_SETS = {"digits": _digits, "cifar10": _cifar10, "mnist": _mnist, "fashion_mnist": _fashion_mnist}
+        if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
+            raise Mistake(f"{path}: {name} is {x.shape}, with channels first. Save {name}.transpose(0, 2, 3, 1).")
+    every = [x if x.ndim == 4 else x[..., None] for x in arrays.values()]
+    if all(x.dtype == np.uint8 for x in every):
+        return every, []
+    if any(x.dtype.kind not in "iuf" for x in every):
+        raise Mistake(f"{path}: its images are {every[0].dtype}, not uint8 or other numbers.")
+    low, high = min(x.min() for x in every), max(x.max() for x in every)  # NaN if one of them is
+    floats = all(x.dtype.kind == "f" for x in every)
+    if floats and low >= 0 and high <= 1:
+        return [np.rint(x * np.float32(255)).astype(np.uint8) for x in every], ["numbers from 0 to 1 became 8 bits"]
+    if low >= 0 and 1 < high <= 255 and all((x == np.rint(x)).all() for x in every):
+        return [x.astype(np.uint8) for x in every], []
+    raise Mistake(
+        f"{path}: its images are {every[0].dtype} from {low:g} to {high:g}, and it is not clear which value is black "
+        "and which is white. Save uint8, whole numbers from 0 to 255, or floats from 0 to 1."
+    )

@@ -1,8 +1,6 @@
 """Texts with labels: JSON lines, or docstrings of Python's standard library; and their tokens."""
 
 import ast
-import gzip
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.data import others, reading, validation
+from experiments.data import others, reading, text, validation
 from experiments.data.find import find
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.files import of_json
 from nmjax.core import names
 from nmjax.oneshot import texts
@@ -92,16 +90,12 @@ def load(name: str, dir: str | Path = "", test: str = "") -> Labelled:
     >>> len(data.classes), len(data.train) > 5 * len(data.test)
     (9, True)
     """
+    if test and (names.is_foreign(name) or name == "docstrings"):
+        raise Mistake(f"config.data.name={name!r} has its own test texts: leave config.data.test empty.")
     if names.is_foreign(name):
-        if test:
-            raise Mistake(f"config.data.name={name!r} returns its own test texts: leave config.data.test empty.")
         return others.load(name, dir, Labelled)
     if name == "docstrings":
-        if test:
-            raise Mistake("config.data.name='docstrings' has its own test texts: leave config.data.test empty.")
-        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        note = f"docstrings of Python {version}, which differ between versions"
-        return _divided(name, _docstrings(), _MODULES, note)
+        return _divided(name, _docstrings(), _MODULES, f"docstrings of {text.PYTHON}")
     files = [_read(each, dir) for each in (name, test) if each]
     classes = _classes([label for rows in files for *_, label in rows], name)
     numbers = {label: number for number, label in enumerate(classes)}
@@ -136,17 +130,11 @@ def _read(name: str, dir: str | Path) -> list[tuple[str, str | None, Any]]:
     """Return the text, the second text and the label of each line of a file."""
     ends = ("",) if name.endswith((".jsonl", ".gz")) else ("", ".jsonl", ".jsonl.gz")
     path = find([f"{name}{end}" for end in ends], dir, how="Add --config.data.dir=DIR.")
-    rows = []
     try:
-        with reading.opened(path) as file:
-            packed = path.suffix == ".gz"
-            data = reading.whole(gzip.GzipFile(fileobj=file), reading.most(path)) if packed else file.read()
-        lines = data.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise Mistake(f"{path} cannot be read: {error}.") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            rows.append(_row(f"{path}, line {number}", line))
+        lines = reading.whole(path).decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{path} cannot be read: {error}.") from None
+    rows = [_row(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise Mistake(f"{path} has no examples.")
     return rows
@@ -197,10 +185,8 @@ def tokenizer(path: Path) -> Any:
     Args:
       path: The folder of the checkpoint.
     """
-    try:
+    with mistaken():
         return texts.tokenizer(path / "tokenizer.json")
-    except ValueError as error:
-        raise Mistake(str(error)) from error
 
 
 def vocabulary(file: Path) -> dict[str, int]:
@@ -219,15 +205,11 @@ def encode(words: Any, examples: Sequence[Example], length: int) -> Tokens:
     """
     words.enable_truncation(length, strategy="longest_first")
     pairs = [one.text if one.text_b is None else (one.text, one.text_b) for one in examples]
-    try:
-        with texts.failing("the tokenizer of the checkpoint cannot encode the examples"):
-            encoded = words.encode_batch(pairs)
-    except ValueError as error:
-        raise Mistake(str(error)) from error
-    longest = max((len(one.ids) for one in encoded), default=1)
-    longest = min(length, -(-max(longest, 1) // 8) * 8)
-    tokens = np.zeros((len(encoded), longest), np.int32)
+    with mistaken(), texts.failing("the tokenizer of the checkpoint cannot encode the examples"):
+        encoded = words.encode_batch(pairs)
     size = np.array([len(one.ids) for one in encoded], np.int32)
+    longest = min(length, -(-int(size.max(initial=1)) // 8) * 8)
+    tokens = np.zeros((len(encoded), longest), np.int32)
     second = np.full(len(encoded), longest, np.int32)
     for row, one in enumerate(encoded):
         tokens[row, : len(one.ids)] = one.ids

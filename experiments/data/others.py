@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TypeVar
 
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from nmjax.core import names
 
 Set = TypeVar("Set")
@@ -17,22 +17,15 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
       dir: The one argument that the function is called with: ``config.data.dir``, which may be empty.
       kind: What the function has to return: `images.Images`, `text.Text` or `labelled.Labelled`.
 
-    Returns:
-      What the function returns.
-
     Raises:
       Mistake: The name cannot be imported, is no function, or returns something else.
     """
-    try:
+    with mistaken("config.data.name: "):
         make = names.load(name)
-    except ValueError as error:
-        raise Mistake(f"config.data.name: {error}") from error
     if not callable(make):
         raise Mistake(f"config.data.name={name!r} is a {type(make).__name__}, not a function of a folder.")
     data = make(str(dir))
     if not isinstance(data, kind):
-        raise Mistake(
-            f"config.data.name={name!r} returns a {type(data).__name__}, not {kind.__module__}.{kind.__name__}"
-            f"({', '.join(kind.__annotations__)})."
-        )
+        wanted = f"{kind.__module__}.{kind.__name__}({', '.join(kind.__annotations__)})"
+        raise Mistake(f"config.data.name={name!r} returns a {type(data).__name__}, not {wanted}.")
     return data

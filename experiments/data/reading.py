@@ -1,11 +1,13 @@
 """Files of data, read within limits: the size that a file claims is checked before memory is allocated."""
 
+import gzip
+import lzma
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -17,23 +19,28 @@ _RATIO = 100
 _KINDS = "biufSU"  # booleans, numbers and strings
 
 
-def most(path: str | Path) -> int:
-    """Return the number of bytes that a compressed file may unpack to."""
+def _most(path: str | Path) -> int:
     return max(_UNPACKED, _RATIO * os.stat(path).st_size)
 
 
-def whole(file: BinaryIO, limit: int) -> bytes:
-    """Return all bytes of a file that unpacks as it is read.
+def whole(path: str | Path, limit: int | None = None) -> bytes:
+    """Return all bytes of a file, unpacked if its name ends in .gz or .xz.
 
     Raises:
-      OSError: There are more than ``limit`` bytes.
+      Mistake: It cannot be read, or has more than ``limit`` bytes; by default, more than a file of its size may have.
     """
+    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix)
     parts, size = [], 0
-    while part := file.read(1 << 20):
-        size += len(part)
-        if size > limit:
-            raise OSError(f"it unpacks to more than {limit:,} bytes")
-        parts.append(part)
+    try:
+        limit = _most(path) if limit is None else limit
+        with opened(path) as raw, unpack(raw) if unpack else raw as file:
+            while part := file.read(1 << 20):
+                size += len(part)
+                if size > limit:
+                    raise OSError(f"it unpacks to more than {limit:,} bytes")
+                parts.append(part)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
+        raise Mistake(f"{path} cannot be read ({e}). Copy the file again.") from e
     return b"".join(parts)
 
 
@@ -54,11 +61,10 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] | None = ())
             if missing := [name for name in needed if name not in members]:
                 held = ", ".join(map(_shown, list(members)[:10])) or "nothing"
                 raise Mistake(f"{path} has no {', '.join(missing)}. It has {held}, so it is a different kind of file.")
-            wanted = {
-                name: members[name] for name in (*needed, *(members if others is None else others)) if name in members
-            }
+            names = (*needed, *(members if others is None else others))
+            wanted = {name: members[name] for name in names if name in members}
             size = sum(info.file_size for info in wanted.values())
-            if size > most(path):
+            if size > _most(path):
                 raise ValueError(f"it unpacks to {size:,} bytes, and is {path.stat().st_size:,} bytes long")
             return {name: _array(archive, info, name) for name, info in wanted.items()}
     except Mistake:

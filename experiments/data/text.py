@@ -1,11 +1,8 @@
 """Texts as one array of tokens each, and the windows of them that a model reads. Tokens are bytes or a tokenizer's."""
 
-import bisect
-import codecs
-import gzip
 import itertools
 import logging
-import lzma
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +16,15 @@ from jax import lax
 
 from experiments.data import cache, others, reading
 from experiments.data.find import find
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
+from experiments.files import opened
 from nmjax.core import names
 from nmjax.core.random import bits
 from nmjax.oneshot.texts import failing, tokenizer as open_tokenizer
 
 log = logging.getLogger(__name__)
 
+PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}, which differ between versions"
 _SUFFIXES = (".txt", ".txt.xz", ".txt.gz")
 _TOKENS = 1 << 24  # most tokens of a vocabulary
 _SHOWN = 5  # so many names of files are shown
@@ -47,7 +46,6 @@ _LOOKS = {  # the first bytes of files that are no text -> what such a file is
     b"\xff\xfe": "text in UTF-16",
     b"\xfe\xff": "text in UTF-16",
 }
-_BLOCK = 1 << 24  # bytes that are decoded at a time, to see whether they are UTF-8
 _PIECE = 1 << 16  # most bytes that a tokenizer gets at a time; pieces end at the end of a line
 
 
@@ -110,12 +108,10 @@ def load(name: str, dir: str | Path = "", test: str = "", tokenizer: str = "byte
     texts = [_Source.of(each, dir) for each in (name, test) if each]
     notes = [text.note for text in texts if text.note]
     if "pydoc" in (name, test):
-        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        notes.append(f"the help topics of Python {version}, which differ between versions")
+        notes.append(f"the help topics of {PYTHON}")
     note = "; ".join(notes)
     if tokenizer == "bytes":
-        train, held_out = (b"".join(part.data for part in parts) for parts in _split(texts))
-        arrays = [np.frombuffer(data, np.uint8) for data in (train, held_out)]
+        arrays = [np.frombuffer(b"".join(parts), np.uint8) for parts in _split(texts)]
         decode = lambda ids: np.asarray(ids, np.uint8).tobytes().decode(errors="replace")
         return Text(name, *arrays, 256, decode, 1.0, note)
     path, words = _tokenizer(tokenizer, dir)
@@ -126,7 +122,7 @@ def load(name: str, dir: str | Path = "", test: str = "", tokenizer: str = "byte
 
     def make() -> dict[str, np.ndarray]:
         train, held_out = _split(texts)
-        size = np.array(sum(len(part.data) for part in held_out))
+        size = np.array(sum(map(len, held_out)))
         train, held_out = (_encode(path, words, parts, dtype) for parts in (train, held_out))
         return {"train": train, "test": held_out, "bytes": size}
 
@@ -157,14 +153,6 @@ def _checked(name: str, data: Text) -> Text:
 # ---- files ----
 
 
-class _Part(NamedTuple):
-    """Bytes of a file, from byte ``start`` on."""
-
-    file: str
-    start: int
-    data: bytes
-
-
 class _Source(NamedTuple):
     """One text: files, or bytes that come with Python."""
 
@@ -178,7 +166,7 @@ class _Source(NamedTuple):
             from pydoc_data.topics import topics
 
             return cls((), "\n".join(topics[key] for key in sorted(topics)).encode())
-        stem = name.removesuffix(next((end for end in _SUFFIXES if name.endswith(end)), ""))
+        stem = re.sub(r"\.txt(\.xz|\.gz)?$", "", name)
         asked = dict.fromkeys((name, *(f"{stem}{end}" for end in _SUFFIXES)))
         path = find(asked, dir, how="Add --config.data.dir=DIR, its folder.")
         if not path.is_dir():
@@ -198,27 +186,13 @@ class _Source(NamedTuple):
             return cache.checksum(*self.files)
         return f"{len(self.own)}{zlib.crc32(self.own):08x}"
 
-    def read(self) -> list[_Part]:
-        return [_Part(str(file), 0, _read(file)) for file in self.files] or [_Part("pydoc", 0, self.own)]
+    def read(self) -> list[bytes]:
+        return [_read(file) for file in self.files] or [self.own]
 
 
 def _read(file: Path) -> bytes:
-    unpacked = {".xz": lzma.open, ".gz": gzip.open}.get(file.suffix)
-    try:
-        with reading.opened(file) as raw:
-            if unpacked is None:
-                data = raw.read()
-            else:
-                with unpacked(raw) as f:
-                    data = reading.whole(f, reading.most(file))
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
-        raise Mistake(f"{file} cannot be read ({e}). Copy the file again.") from e
-    _check_text(file, data)
-    return data
-
-
-def _check_text(file: Path, data: bytes) -> None:
-    """Refuse bytes that are no text in UTF-8, and say what they look like."""
+    """Return the bytes of a file. If they are no text in UTF-8, say what they look like."""
+    data = reading.whole(file)
     kind = next((kind for start, kind in _LOOKS.items() if data.startswith(start)), None)
     if data[257:262] == b"ustar":
         kind = "a tar archive"
@@ -228,16 +202,14 @@ def _check_text(file: Path, data: bytes) -> None:
         raise Mistake(
             f"{file} is no text: byte {data.index(0):,} is 0, as in a binary file or in UTF-16. Give a text in UTF-8."
         )
-    decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
-    for start in range(0, len(data), _BLOCK):
-        before = len(decoder.getstate()[0])
-        try:
-            decoder.decode(data[start : start + _BLOCK], final=start + _BLOCK >= len(data))
-        except UnicodeDecodeError as e:
-            raise Mistake(
-                f"{file} is not UTF-8: {e.reason} at byte {start - before + e.start:,}. Convert it, for example with "
-                f"iconv -f LATIN1 -t UTF-8."
-            ) from None
+    try:
+        data.decode()
+    except UnicodeDecodeError as e:
+        raise Mistake(
+            f"{file} is not UTF-8: {e.reason} at byte {e.start:,}. Convert it, for example with "
+            "iconv -f LATIN1 -t UTF-8."
+        ) from None
+    return data
 
 
 def _listed(files: Sequence[Path]) -> str:
@@ -247,21 +219,21 @@ def _listed(files: Sequence[Path]) -> str:
     return f"{len(files)} file{'s' if len(files) > 1 else ''}: {names}{more}"
 
 
-def _split(texts: list[_Source]) -> list[list[_Part]]:
+def _split(texts: list[_Source]) -> list[list[bytes]]:
     """Return the training and the test text: two texts as they are, or one cut at nine tenths.
 
     The cut is before a whole character of UTF-8.
     """
     if len(texts) == 2:
         return [text.read() for text in texts]
-    parts = texts[0].read()
-    ends = list(itertools.accumulate(len(part.data) for part in parts))
-    at = ends[-1] * 9 // 10
-    i = bisect.bisect_right(ends, at) if at < ends[-1] else len(parts) - 1
-    part = parts[i]
-    at = _whole(part.data, at - ends[i] + len(part.data))
-    head, tail = part._replace(data=part.data[:at]), part._replace(start=at, data=part.data[at:])
-    return [[*parts[:i], head], [tail, *parts[i + 1 :]]]
+    parts, halves = texts[0].read(), ([], [])
+    left = sum(map(len, parts)) * 9 // 10
+    for data in parts:
+        at = _whole(data, min(max(left, 0), len(data)))
+        halves[0].append(data[:at])
+        halves[1].append(data[at:])
+        left -= len(data)
+    return list(halves)
 
 
 def _whole(data: bytes, at: int) -> int:
@@ -276,41 +248,33 @@ def _whole(data: bytes, at: int) -> int:
 
 def _tokenizer(name: str, dir: str | Path):
     path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or write 'bytes'.")
-    try:
-        reading.opened(path).close()
+    with mistaken(f"config.data.tokenizer={name!r}: "):
+        opened(path).close()
         return path, open_tokenizer(path)
-    except (OSError, ValueError) as error:
-        raise Mistake(f"config.data.tokenizer={name!r}: {error}") from error
 
 
-def _encode(path: Path, words, parts: list[_Part], dtype: np.dtype) -> np.ndarray:
+def _encode(path: Path, words, parts: list[bytes], dtype: np.dtype) -> np.ndarray:
     pieces = itertools.chain.from_iterable(map(_pieces, parts))
-    total = sum(len(part.data) for part in parts)
-    done = logged = 0
+    total, done, logged = sum(map(len, parts)), 0, 0
     ids = [np.empty(0, dtype)]
     while group := list(itertools.islice(pieces, 64)):
-        texts = [piece.data.decode() for piece in group]
-        try:
-            with failing(f"the tokenizer in {path} cannot encode {group[0].file}"):
-                found = words.encode_batch_fast(texts, add_special_tokens=False)
-        except ValueError as e:
-            raise Mistake(str(e)) from e
-        for encoded in found:
-            ids.append(np.array(encoded.ids, dtype))
-        done += sum(len(piece.data) for piece in group)
+        with mistaken(), failing(f"the tokenizer in {path} cannot encode the text"):
+            found = words.encode_batch_fast([piece.decode() for piece in group], add_special_tokens=False)
+        ids += [np.array(encoded.ids, dtype) for encoded in found]
+        done += sum(map(len, group))
         if done == total or done - logged >= 16e6:
             logged = done
             log.info("tokenised %.1f of %.1f MB, once", done / 1e6, total / 1e6)
     return np.concatenate(ids)
 
 
-def _pieces(part: _Part) -> Iterator[_Part]:
-    start, data = 0, part.data
+def _pieces(data: bytes) -> Iterator[bytes]:
+    start = 0
     while start < len(data):
         stop = min(start + _PIECE, len(data))
         if stop < len(data):
             stop = data.rfind(b"\n", start, stop) + 1 or _whole(data, stop)
-        yield _Part(part.file, part.start + start, data[start:stop])
+        yield data[start:stop]
         start = stop
 
 

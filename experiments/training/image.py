@@ -60,7 +60,7 @@ class Task:
         fixed = {"image": self.shape[0], "channels": self.shape[-1], "classes": self.classes}
         self.model = settings.model(config, MODELS, **fixed)
         if self.missing is None:
-            self.data = self.files[:4] if self.streamed else (self.set.train, self.set.test)
+            self.data = self.set.train, self.set.test
         self.sizes = {"model": fixed, "mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def _load_set(self) -> None:
@@ -100,24 +100,24 @@ class Task:
         c = self.config.data
         self.skipped = folder.Skipped() if c.skip else None
         try:
-            self.files = folder.open(c.dir)
+            self.set = folder.open(c.dir)
         except Missing as error:
             if not c.examples or not c.classes:
                 raise
-            self.files, self.missing = None, error
+            self.set, self.missing = None, error
         self.examples, self.classes = self._counts()
-        labels = np.zeros(self.examples) if self.files is None else self.files.train_labels
+        labels = np.zeros(self.examples) if self.set is None else self.set.train[1]
         kept, chosen = validation.positions(labels, c.get("validation", 0.0))
-        if self.files is not None:
-            files, labels = np.array(self.files.train), self.files.train_labels
+        if self.set is not None:
+            files = np.array(self.set.train[0])
             self.splits = {"train": (files[kept].tolist(), labels[kept])}
             self.splits["validation"] = files[chosen].tolist(), labels[chosen]
-            self.splits["test"] = self.files.val, self.files.val_labels
+            self.splits["test"] = self.set.test
         self.examples = len(kept)
         self.shape = (c.size, c.size, 3)
         self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
         counts = f"{len(kept):,} training images, {len(chosen):,} validation; {self.classes:,} classes"
-        note = ABSENT if self.files is None else self.files.note
+        note = ABSENT if self.set is None else self.set.note
         self.notes += ([note] if note else []) + validation.note(len(chosen))
         self.facts = [("data", f"the folder {c.dir or 'DIR'}: {counts}"), *(("note", note) for note in self.notes)]
 
@@ -199,7 +199,7 @@ class Task:
 
         look = jax.jit(look, out_shardings=shards.whole(mesh))
         every, errors = hardest.images((look(state, *batch) for batch in self.evaluation("test", mesh)), self.classes)
-        errors["classes"] = np.array(self.files.classes if self.streamed else self.set.classes)
+        errors["classes"] = np.array(self.set.classes)
         if self.streamed or not every:
             return errors
         some = slice(None, None, max(1, len(self.set.test[0]) // 24))
@@ -209,9 +209,9 @@ class Task:
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of training images and classes. If the config states them, refuse other numbers."""
         c = self.config.data
-        if self.files is None:
+        if self.set is None:
             return c.examples, c.classes
-        sizes = {"examples": len(self.files.train), "classes": len(self.files.classes)}
+        sizes = {"examples": len(self.set.train[1]), "classes": len(self.set.classes)}
         for name, size in sizes.items():
             if c[name] and size != c[name]:
                 raise Mistake(

@@ -99,17 +99,6 @@ def test_all_orders_of_few_are_as_likely(n, seeds):
     assert stats.chisquare(counts).pvalue > 1e-4
 
 
-@pytest.mark.parametrize(("n", "seeds"), [(16, 20_000), (97, 4_000)])
-def test_all_places_are_as_likely(n, seeds):
-    """Chi-square over (place, value), and over pairs of neighbours' differences, at 1 in 10,000."""
-    p = shuffles(n, seeds)
-    table = np.stack([np.bincount(column, minlength=n) for column in p.T])
-    assert stats.chi2.sf(((table - seeds / n) ** 2 / (seeds / n)).sum(), (n - 1) ** 2) > 1e-4
-    ahead = np.bincount((p[:, 1] - p[:, 0]) % n, minlength=n)
-    assert ahead[0] == 0
-    assert stats.chisquare(ahead[1:]).pvalue > 1e-4
-
-
 def test_neighbours_are_uncorrelated():
     """At 4 standard errors, in one large order; and the order is none of the places themselves."""
     p = np.asarray(positions(0, 0, 50_000, 50_000)[1], np.float64)
@@ -119,15 +108,18 @@ def test_neighbours_are_uncorrelated():
     assert abs(np.corrcoef(p, np.arange(len(p)))[0, 1]) < bound
 
 
-def test_order_refuses():
-    with pytest.raises(Mistake, match="at least 1 and less than 2\\*\\*31 samples; this one has 0"):
-        order.positions(0, 0, 4, 0)
-    with pytest.raises(Mistake, match="got batch=0"):
-        order.positions(0, 0, 0, 4)
-    with pytest.raises(Mistake, match="seed of the data .* got -1"):
-        order.positions(-1, 0, 4, 4)
-    with pytest.raises(Mistake, match="at most 2\\*\\*32 samples, and step 16777216 of 256"):
-        order.positions(0, 2**24, 256, 4)
+@pytest.mark.parametrize(
+    ("seed", "step", "batch", "n", "why"),
+    [
+        (0, 0, 4, 0, "at least 1 and less than 2\\*\\*31 samples; this one has 0"),
+        (0, 0, 0, 4, "got batch=0"),
+        (-1, 0, 4, 4, "seed of the data .* got -1"),
+        (0, 2**24, 256, 4, "at most 2\\*\\*32 samples, and step 16777216 of 256"),
+    ],
+)
+def test_order_refuses(seed, step, batch, n, why):
+    with pytest.raises(Mistake, match=why):
+        order.positions(seed, step, batch, n)
 
 
 # ---- augmentation ----
@@ -156,14 +148,6 @@ def test_crop_draws_every_shift_as_often():
     np.testing.assert_array_equal(fits.sum(1), 1)
     assert stats.chisquare(fits.sum(0)).pvalue > 1e-3
     assert augment.crop(jax.random.key(0), got, 0) is got
-
-
-def test_crop_conserves_what_stays_inside():
-    images = np.zeros((50, 12, 9, 3), np.uint8)
-    images[:, 3:-3, 3:-3] = RNG.integers(0, 256, (50, 6, 3, 3))
-    got = np.asarray(augment.crop(jax.random.key(1), jnp.asarray(images), 3))
-    np.testing.assert_array_equal(got.sum((1, 2), dtype=int), images.sum((1, 2), dtype=int))
-    assert (got != images).any()
 
 
 def test_flip_mirrors_half():
@@ -195,8 +179,6 @@ def test_mixup_of_nothing():
     assert augment.mixup(jax.random.key(0), images, targets, 0.0) == (images, targets)
     low = jax.eval_shape(partial(augment.mixup, alpha=1.0), jax.random.key(0), images.astype(jnp.bfloat16), targets)
     assert [x.dtype for x in low] == [jnp.bfloat16, jnp.float32]
-    with pytest.raises(Mistake, match="alpha is at least 0, got -1"):
-        augment.mixup(jax.random.key(0), images, targets, -1)
 
 
 def test_one_hot():
@@ -207,8 +189,6 @@ def test_one_hot():
     )
     np.testing.assert_array_equal(augment.one_hot(jnp.array([1]), 3), [[0, 1, 0]])
     np.testing.assert_allclose(augment.one_hot(jnp.arange(7), 7, 0.3).sum(1), 1, atol=1e-6)
-    with pytest.raises(Mistake, match="smoothing is at least 0"):
-        augment.one_hot(jnp.array([1]), 3, 1.0)
 
 
 def everything(key, images, labels):
