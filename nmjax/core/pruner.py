@@ -45,7 +45,9 @@ class NormalForm(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known of a pruner without a call. By default a pruner needs what its parts need, and promises nothing.
+    """What is known of a pruner without a call.
+
+    By default a pruner needs what its parts need, and promises nothing.
 
     Attributes:
       block: The number that must divide the length of the pruned axis.
@@ -92,9 +94,10 @@ class Facts(NamedTuple):
     def of_parts(cls, parts: Iterable["Facts"]) -> "Facts":
         """Return what parts need together, without promises."""
         parts = tuple(parts)
-        needs = {name: any(getattr(f, name) for f in parts) for name in _NEEDS}
-        in_rule = all(f.noise_in_rule for f in parts if f.stochastic)
-        return cls(math.lcm(*(f.block for f in parts)), **needs)._replace(noise_in_rule=in_rule and needs["stochastic"])
+        needs: dict[str, Any] = {name: any(getattr(f, name) for f in parts) for name in _NEEDS}
+        drawing = [f for f in parts if f.stochastic]
+        in_rule = bool(drawing) and all(f.noise_in_rule for f in drawing)
+        return cls(math.lcm(*(f.block for f in parts)), **needs)._replace(noise_in_rule=in_rule)
 
 
 _NEEDS = Facts._fields[1 : Facts._fields.index("pattern")]
@@ -111,6 +114,11 @@ class KernelForm(NamedTuple):
       keys: A function of the key of a call. It returns the key of each uniform.
       growth: A function of the state. It returns an upper bound of ``max |p(x)| / max |x|``, from which kernels derive
         the scale of FP8.
+
+    >>> import jax.numpy as jnp, nmjax as nm
+    >>> group = [jnp.float32(v) for v in (1, -2, 3, -4)]
+    >>> [float(v) for v in nm.mse(2, 4).kernel_form.members(group, None, None)]
+    [0.0, 0.0, 3.0, -4.0]
     """
 
     members: Callable[[list[jax.Array], Any, Any], list[jax.Array]] | None = None

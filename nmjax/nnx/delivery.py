@@ -84,7 +84,7 @@ def sparsify(
             )
             raise
     else:
-        unused = []
+        unused: list[Layer] = []
     chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in with_doors]
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(f"{type(model).__name__} {NO_LAYERS}")

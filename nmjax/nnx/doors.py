@@ -68,7 +68,8 @@ def _linear(m: nnx.Linear) -> Shape:
 
 def _general(m: nnx.LinearGeneral) -> Shape:
     rank = len(m.batch_axis) + 2 + len(m.in_features)
-    sizes = {axis % rank: size for axis, size in m.batch_axis.items()}
+    batch: Any = m.batch_axis
+    sizes: dict[int, int] = {axis % rank: size for axis, size in batch.items()}
     sizes |= dict(zip((axis % rank for axis in m.axis), m.in_features, strict=True))
     free = [axis for axis in range(rank) if axis not in sizes]
     sizes |= {free[0]: 1, free[1]: -1}
@@ -78,7 +79,7 @@ def _general(m: nnx.LinearGeneral) -> Shape:
 def _conv(m: nnx.Conv) -> Shape:
     """Return an image of the kernel's size for each token."""
     size, dilation = m.kernel_size, m.kernel_dilation
-    dilation = dilation if isinstance(dilation, Sequence) else (dilation,) * len(size)
+    dilation = dilation if isinstance(dilation, Sequence) else (dilation or 1,) * len(size)
     return (-1, *((k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)), m.in_features)
 
 

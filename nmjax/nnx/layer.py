@@ -75,7 +75,7 @@ class Layer:
     module: Any
     door: Door
     weight_name: str
-    traced: dict[Any, "Uses"] = field(repr=False)
+    traced: dict[Any, "Uses | None"] = field(repr=False)
     called: Example | None = None
     axes: tuple[int, ...] | None = None
 

@@ -25,13 +25,13 @@ def layers(model: Any) -> Iterator[Layer]:
         raise TypeError(f"expected an nnx.Module, got {type(model).__name__}. For flax.linen models use nm.linen.")
     tree: Any = model  # iter_modules takes tuples and lists too, though its annotation does not say so
     with_doors: list[Layer] = []
-    traced: dict[Any, Uses] = {}
+    traced: dict[Any, Uses | None] = {}
     for path, module in nnx.iter_modules(tree):
         with_doors += _of_module("/".join(map(str, path)), module, traced)
     return iter(sorted(with_doors, key=lambda layer: layer_paths.by_number(layer.path)))
 
 
-def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:
+def _of_module(path: str, module: Any, traced: dict[Any, Uses | None]) -> list[Layer]:
     doors = doors_of(module)
     for one in doors:
         if not callable(getattr(module, one.method, None)):
