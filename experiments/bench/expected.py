@@ -10,7 +10,7 @@ from flax import nnx
 import nmjax as nm
 from experiments.bench.measure import markdown
 from experiments.training.device import peak_flops
-from nmjax.kernels.tuning import EFFICIENCY, PACKING, PRUNING, memory
+from nmjax.kernels.cycles import EFFICIENCY, PACKING, PRUNING, memory
 
 DEVICE = "NVIDIA H200"
 SPEEDS = (1.2, 1.5, 2.0)  # of a packed product, relative to the dense one

@@ -21,9 +21,9 @@ from jax import lax
 from experiments.bench import turns
 from experiments.bench.measure import compiled, cublas_only, in_turn, markdown, speedup
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import calls, measured, tuning
+from nmjax.kernels import HopperConfig, calls, measured, tuning
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import Config, HopperConfig, Shape, config_refusal, product_refusal
+from nmjax.kernels.limits import Config, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target, target
 from nmjax.models import gpt, vit
 

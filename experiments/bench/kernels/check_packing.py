@@ -12,7 +12,7 @@ import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.measure import compiled, in_short
 from nmjax.kernels import calls
-from nmjax.kernels.limits import Copy
+from nmjax.kernels.limits import FAMILIES, Copy
 from nmjax.kernels.targets import Target, target
 from nmjax.pruners import float8
 
@@ -98,7 +98,7 @@ def _packings(x: jax.Array, device: Target) -> list[tuple[str, Callable, Callabl
         (f"both axes, {both}", lambda x, device: calls.compress_both(x, both, target=device), lambda x: by(both(x)), x),
         ("both axes, 2:4 already", lambda x, device: calls.compress_both(x, target=device), by, both(x)),
     ]
-    if device.family == "hopper":
+    if FAMILIES[device.family].fp8:
         plain = {f: (Copy(f, packed=True, pruner=nm.mse(2, 4)),) for f in float8.FORMATS}
         rows += [forms(f"FP8 forms, {name}", wanted) for name, wanted in (FORMS | plain).items()]
     return rows

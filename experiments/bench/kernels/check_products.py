@@ -13,9 +13,8 @@ import numpy as np
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting, shown
 from experiments.bench.measure import compiled, in_short
-from nmjax.core import versions
 from nmjax.kernels import calls
-from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Config, HopperConfig, Shape, config_refusal
+from nmjax.kernels.limits import FAMILIES, Config, Shape, config_refusal
 from nmjax.kernels.targets import Target
 
 
@@ -46,7 +45,7 @@ def numerics(setting: Setting, report: Report) -> None:
     if not device.interpret:
         title = "Largest error of more tiles than the device has cores"
         off += _errors(title, "As above, of 4096 x 4096 x 512.", _many_tiles(device), device, draw, report)
-    if device.family == "hopper" and not device.interpret:
+    if FAMILIES[device.family].sums and not device.interpret:
         _accumulation(device, draw, report)
     if off:
         raise AssertionError(f"{len(off)} are off by more than 0.01: {'; '.join(off)}")
@@ -77,19 +76,11 @@ def _errors(title: str, note: str, cases: list[Case], device: Target, draw, repo
 
 def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
     """Return every layout of every kind of operands, each with all configs, or with one of them in turn."""
-    if device.family == "ampere":
-        configs = [AmpereConfig(), AmpereConfig(64, 128), AmpereConfig(128, 64), AmpereConfig(64, 64)]
-    elif device.family == "blackwell":
-        configs = [BlackwellConfig(), BlackwellConfig(128), BlackwellConfig(64)]
-    elif device.interpret:
-        clusters = ("", "m", "n") if versions.interprets_clusters() else ("",)
-        configs = [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
-    else:
-        configs = [HopperConfig(), *(HopperConfig(cluster=c) for c in "mn"), HopperConfig(128, 128)]
-        configs += [HopperConfig(tile_n=64), HopperConfig(tile_n=128), HopperConfig(warpgroups=1)]
+    family = FAMILIES[device.family]
+    configs = family.checked(device.interpret)
     bf16, f16, e4m3, e5m2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
     layouts = [(kind, kind, *lies) for kind in (bf16, f16) for lies in product((False, True), repeat=3)]
-    if device.family == "hopper":
+    if family.fp8:
         pairs = ((e4m3, e4m3), (e5m2, e4m3), (e5m2, e5m2))
         layouts += [(*pair, False, False, turned) for pair in pairs for turned in (False, True)]
     if quick and device.interpret:
@@ -101,7 +92,8 @@ def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
         for config in [next(c for c in turn if c in fitting)] if quick or device.interpret else fitting:
             cases.append(Case(shape, b, config, (3,) if m_major and turned and not quick else ()))
     if not quick:
-        wide = HopperConfig(tile_n=128) if device.family == "hopper" and not device.interpret else configs[0]
+        single = Shape(m, n, k, out="float32")
+        wide = max((c for c in configs if config_refusal(single, c) is None), key=lambda c: c.tile_n)
         cases += [
             Case(replace(c.shape, out="float32"), c.other, wide, c.batch) for c in cases if c.config == configs[0]
         ]
@@ -110,14 +102,10 @@ def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
 
 def _many_tiles(device: Target) -> list[Case]:
     """Return products in which a thread block computes several tiles, one after another."""
-    wide = [Shape(4096, 4096, 512, m_major=True, n_major=True, transpose=True), Shape(4096, 4096, 512)]
-    if device.family == "ampere":
-        return [Case(shape, shape.dtype, AmpereConfig()) for shape in wide]
-    if device.family == "blackwell":
-        return [Case(shape, shape.dtype, BlackwellConfig()) for shape in wide]
-    small = Shape(4096, 4096, 512, "float8_e4m3fn", transpose=True)
-    configs = [*(HopperConfig(cluster=c) for c in ("", "m", "n")), HopperConfig(128, 128, band=1)]
-    return [Case(shape, shape.dtype, config) for shape in (*wide, small) for config in configs]
+    family, wide = FAMILIES[device.family], Shape(4096, 4096, 512)
+    shapes = [replace(wide, m_major=True, n_major=True, transpose=True), wide]
+    shapes += [replace(wide, dtype="float8_e4m3fn", transpose=True)] * family.fp8
+    return [Case(shape, shape.dtype, config) for shape in shapes for config in family.checked(interpret=False)[:4]]
 
 
 def _layout(case: Case) -> str:
@@ -171,13 +159,13 @@ def _accumulation(device: Target, draw, report: Report) -> None:
         "off at every addition.",
         ["values", "largest error", "norm of the error"],
     )  # fmt: skip
-    cases = {p: Case(shape, shape.dtype, HopperConfig(tile_n=128, promote=p)) for p in (False, True)}
-    first = {p: (_program(case, device), *_operands(case, draw)[0]) for p, case in cases.items()}
+    cases = {how: Case(shape, shape.dtype, config) for how, config in FAMILIES[device.family].sums.items()}
+    first = {how: (_program(case, device), *_operands(case, draw)[0]) for how, case in cases.items()}
     executables = compiled(first)
-    for promote, positive in product((False, True), repeat=2):
-        name = f"{'positive' if positive else 'of both signs'}, {'promoted' if promote else 'not promoted'}"
+    for how, positive in product(cases, (False, True)):
+        name = f"{'positive' if positive else 'of both signs'}, {how}"
         try:
-            y, wanted = _ran(executables[promote], cases[promote], draw, first[promote][1:], positive)
+            y, wanted = _ran(executables[how], cases[how], draw, first[how][1:], positive)
             largest = np.abs(y - wanted).max() / np.abs(wanted).max()
             report.row(name, float(largest), float(np.linalg.norm(y - wanted) / np.linalg.norm(wanted)))
         except Exception as error:  # the other rows are still wanted

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +14,9 @@ from experiments.bench.kernels.block import METHODS
 from experiments.bench.measure import in_turn, over
 from experiments.bench.silicon import whole
 from nmjax.core import versions
-from nmjax.kernels import calls, check, compress, copies, packing, tiles, tuning
+from nmjax.kernels import HopperConfig, calls, check, tuning
 from nmjax.kernels.format import pack, unpack
-from nmjax.kernels.limits import Copy, HopperConfig, Shape
+from nmjax.kernels.limits import Copy, Shape
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
 
@@ -100,63 +99,46 @@ def _packing_activated(device: Target, size: int = 256) -> str:
 
 
 class _Packers(NamedTuple):
-    """Three functions that pack an array to the same forms."""
+    """Two functions that pack an array to the same forms."""
 
     mosaic: Callable[[jax.Array], Any]
-    triton: Callable[[jax.Array], Any]
     xla: Callable[[jax.Array], Any]
 
 
 def _along(p: nm.Pruner, axis: int, size: int, device: Target) -> _Packers:
-    form = {"axis": axis, "whole": (1, size, size), "pruner": p, "interpret": device.interpret}
-    given = calls.words_of_key(3, p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
     return _Packers(
-        lambda x: packing.compress(x, *given, **form),
-        lambda x: calls.compress(x, axis, p, key=3, target=device),
-        lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis),
+        lambda x: calls.compress(x, axis, p, key=3, target=device), lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis)
     )
 
 
 def _along_both(size: int, device: Target) -> _Packers:
     p = transposable(2, 4)
     return _Packers(
-        lambda x: tiles.compress_both(x, p, interpret=device.interpret),
-        lambda x: compress.compress_both(x, p, interpret=device.interpret),
-        lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
+        lambda x: calls.compress_both(x, p, target=device), lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2))
     )
 
 
 def _in_fp8(size: int, device: Target) -> _Packers:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
-    form = {"wanted": wanted, "whole": (1, size, size), "interpret": device.interpret}
-    keys = jnp.concatenate([calls.words_of_key(3, mvue(2, 4)), calls.words_of_key(4)])[None]
-
-    def by(kernels: ModuleType) -> Callable[[jax.Array], Any]:
-        factors = lambda x: copies.factors_of(x, jnp.ones(1), wanted)
-        return lambda x: kernels.copies(x, keys, factors(x), jnp.zeros(3, jnp.int32), **form)
-
     return _Packers(
-        by(tiles),
-        by(copies),
+        lambda x: [form for form, _ in calls.copies(x, wanted, keys=(3, 4), target=device)],
         lambda x: [calls.copy_by_xla(x[0], copy, 3, 4)[0] for copy in wanted],
     )
 
 
 def _by_mosaic(packers: Callable[[int, Target], _Packers], device: Target) -> str:
-    """Prune and pack by Mosaic's kernel. Compare the bits with XLA's, and the time with that of Triton's kernel."""
-    if device.interpret and not versions.packs_in_interpreter():
-        return "not run: the interpreter of this JAX cannot write to a part of an array"
+    """Prune and pack by a kernel. Compare the bits with XLA's, and give the rate."""
     size = 128 if device.interpret else 8192
     x = jnp.asarray(np.random.default_rng().standard_normal((1, size, size)), jnp.bfloat16)
-    mosaic, triton, xla = (jax.jit(way) for way in packers(size, device))
+    mosaic, xla = (jax.jit(way) for way in packers(size, device))
     made = mosaic(x)
     said = _bits(made, xla(x))
-    if device.interpret or not versions.has_triton():
+    if device.interpret:
         return said
-    seconds = in_turn({"Mosaic": partial(mosaic, x), "Triton": partial(triton, x)}, 9, seconds=0.05)
+    seconds = in_turn({"Mosaic": partial(mosaic, x)}, 9, seconds=0.05)
     rate = sum(v.nbytes for v in (x, *jax.tree.leaves(made))) / np.median(seconds["Mosaic"]) / 1e12
-    return f"{said}; {over(seconds['Mosaic'], seconds['Triton'])} of the time of Triton's, {rate:.2f} TB/s"
+    return f"{said}; {rate:.2f} TB/s"
 
 
 def _check(device: Target) -> str:

@@ -13,8 +13,8 @@ from experiments.bench.kernels import check_products
 from experiments.bench.kernels.check_packing import FORMS
 from experiments.bench.kernels.times import Program, built, timed
 from experiments.bench.measure import speedup
-from nmjax.kernels import calls, measured, tuning
-from nmjax.kernels.limits import FAMILIES, HopperConfig, Shape, config_refusal
+from nmjax.kernels import HopperConfig, calls, measured, tuning
+from nmjax.kernels.limits import FAMILIES, Shape, config_refusal
 from nmjax.kernels.targets import Target, target
 from nmjax.products import operations, routes
 
@@ -100,10 +100,11 @@ def test_a_program_that_fails_leaves_the_others_their_times():
 
 
 def test_each_family_is_checked_with_its_own_configs():
-    for family, kind in FAMILIES.items():
-        device = Target("some device", family, 132)
+    for name, family in FAMILIES.items():
+        device = Target("some device", name, 132)
         cases = [*check_products._cases(device, 256, 256, 512, quick=False), *check_products._many_tiles(device)]
-        assert {type(case.config) for case in cases} == {kind}
+        assert {type(case.config) for case in cases} == {family.config}
+        assert all(config_refusal(case.shape, case.config) is None for case in cases)
 
 
 def test_speedups_are_of_rounds():
