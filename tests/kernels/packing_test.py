@@ -127,7 +127,7 @@ def test_forms_of_fp8(name):
         np.testing.assert_allclose(undo, factor, rtol=1e-6)
         grows = {mvue: 2.0, mvue_approx: 16 / 7, soft: beta}.get(type(copy.pruner), 1.0)
         largest = float(jnp.finfo(float8.FORMATS[copy.format]).max)
-        assert 0.25 < float(jnp.max(jnp.abs(x.astype(jnp.float32)))) * grows / float(undo) / largest <= 1
+        assert 0.25 < float(jnp.max(jnp.abs(x.astype(jnp.float32)))) * grows / float(undo) / largest < 1.001
         assert jnp.dtype(form.dtype).name.startswith(f"float8_{copy.format}")
 
 
