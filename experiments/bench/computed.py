@@ -17,7 +17,7 @@ import nmjax as nm
 from experiments.bench.measure import Table, in_turn
 from experiments.bench.steps import LARGE, METHODS, loss, recipe
 from experiments.training.device import peak_flops
-from nmjax.kernels.tuning import EFFICIENCY, PACKING, PRUNING, memory
+from nmjax.kernels.cycles import EFFICIENCY, PACKING, PRUNING, memory
 
 DEVICE = "NVIDIA H200"
 SPEEDS = (1.2, 1.5, 2.0)  # of a packed product, relative to the dense one

@@ -22,9 +22,9 @@ from experiments.bench import turns
 from experiments.bench.measure import Table, compiled, cublas_only, in_short, in_turn, ratio
 from experiments.errors import Failed, Mistake
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import calls, measured, tuning
+from nmjax.kernels import HopperConfig, calls, measured, tuning
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import Config, HopperConfig, Shape, config_refusal, product_refusal
+from nmjax.kernels.limits import Config, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target, target
 from nmjax.models import gpt, vit
 

@@ -4,7 +4,6 @@ Functions import Pallas's GPU backends themselves, because ``import nmjax`` does
 to import, and some builds of jaxlib lack them.
 """
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -63,16 +62,6 @@ def store(ref: Any, value: Any) -> None:
         plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[missing-attribute]
 
 
-def has_triton() -> bool:
-    """Return True if Pallas has its Triton backend, which is deprecated from 0.11 on and will be removed."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-
-
-def packs_in_interpreter() -> bool:
-    """Return True if the interpreter of GPU kernels loads and stores parts of arrays, as it does from 0.11 on."""
-    return jax.__version_info__ >= (0, 11)
-
-
 def is_derived(equation: Any) -> bool:
     """Return True if an equation of a traced program comes from a derivative that the program takes itself.
 
@@ -89,10 +78,3 @@ def is_derived(equation: Any) -> bool:
     """
     stack = equation.source_info.name_stack.stack
     return any(isinstance(entry, Transform) and entry.name in ("jvp", "transpose") for entry in stack)
-
-
-def triton_params(**options: Any) -> Any:
-    """Return the parameters of a Triton kernel. Not every build of jaxlib has Triton."""
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams(**options)

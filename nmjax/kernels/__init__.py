@@ -3,10 +3,9 @@
 XLA's products define what kernels compute. A kernel that does not serve a product says why, and XLA computes it.
 """
 
-from nmjax.kernels.limits import (
-    AmpereConfig as AmpereConfig,
-    BlackwellConfig as BlackwellConfig,
-    HopperConfig as HopperConfig,
-)
+from nmjax.kernels.ampere import AmpereConfig as AmpereConfig
+from nmjax.kernels.blackwell import BlackwellConfig as BlackwellConfig
+from nmjax.kernels.family import Target as Target
+from nmjax.kernels.hopper import HopperConfig as HopperConfig
 from nmjax.kernels.multiply import spmm as spmm
-from nmjax.kernels.targets import Target as Target, on as on, target as target
+from nmjax.kernels.targets import on as on, target as target

@@ -1,230 +1,71 @@
-"""Packed 2:4 times dense by Ampere's sparse ``mma``, for 16-bit values.
+"""Ampere and Ada: which products `nmjax.kernels.ampere_spmm` computes, and by which tiles."""
 
-A thread block of one warpgroup copies blocks of A, of its words and of B into shared memory (cp.async), and multiplies
-out of registers. The words are in the same order as on Hopper: each warp has the words of 16 of 64 rows. The kernel
-needs Mosaic's register layouts for ``mma`` (`nmjax.core.versions.has_warp_products`). It has been compiled for sm_80
-and sm_90. Its speed has not been tuned.
-
-`spmm` launches `_kernel`, in which a pipeline feeds the steps along K, and `Instructions` multiply and store: those of
-the hardware, or their emulation on a CPU.
-"""
-
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from nmjax.core import versions
-from nmjax.kernels import emulation, instructions
-from nmjax.kernels.format import Packed
-from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.limits import AmpereConfig, Shape, shape_of
-from nmjax.kernels.targets import result
+from nmjax.core.refusal import Refusal
+from nmjax.core.value import Value
+from nmjax.kernels.family import Family, Shape, Target, division_refusal, memory_refusal, tiles_refusal
 
-Ref = Any  # a reference to memory of the device, inside a kernel
+_SHARED = 99 * 1024  # bytes of shared memory of sm_86 and sm_89, which have the least
 
 
-def spmm(
-    a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | None = None, *, b_axis: int,
-    transpose: bool, dtype: DTypeLike, config: AmpereConfig, interpret: bool = False,
-) -> Float[Array, "batch m n"]:  # fmt: skip
-    """Multiply a batch of packed matrices by a batch of dense ones.
+@dataclass(frozen=True, repr=False)
+class AmpereConfig(Value):
+    """The tiles of a product on Ampere.
 
-    Args:
-      a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
-      b: ``[B, K, N]``, or ``[B, N, K]`` with ``b_axis=-1``.
-      scale: Factors of the f32 sums, one for every matrix.
-      b_axis: The axis of ``b`` that is contracted, -1 or -2.
-      transpose: True for a result ``[B, N, M]``.
-      dtype: The dtype of the result.
-      config: The tiles. `nmjax.kernels.limits.config_refusal` says if they fit.
-      interpret: True to run on a CPU, with emulated instructions.
-    """
-    shape = shape_of(a, b, b_axis, transpose, dtype)
-    g = Geometry(shape, config, a.order, scale is not None)
-    batch = a.shape[0]
-    words = a.indices.reshape(batch, shape.m // 64, shape.k // 64 * 128)
-    inputs = (a.values, words, b) if scale is None else (a.values, words, b, scale)
-    sides = (shape.n, shape.m) if transpose else (shape.m, shape.n)
-
-    def ampere_spmm(*refs: Ref) -> None:  # the name that profilers show
-        _kernel(g, EMULATED if interpret else HARDWARE, *refs)
-
-    call = plgpu.kernel(
-        ampere_spmm,
-        out_type=result((batch, *sides), dtype, *inputs),
-        grid=(batch, shape.m // config.tile_m, shape.n // config.tile_n),
-        grid_names=("batch", "m", "n"),
-        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
-    )
-    return call(*inputs)
-
-
-# ---- the geometry ----
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Everything that a kernel knows before it runs, computed from the product's shape and the config.
-
-    Shared memory of a thread block, where a value of the result has ``r`` bytes::
-
-        what      a buffer                              bytes of a buffer      buffers
-        A         [tile_m, tile_k / 2], or turned       tile_m * tile_k        stages
-        words     [tile_m / 64, tile_k / 64 * 128]      tile_m * tile_k / 8    stages
-        B         [tile_n, tile_k], or turned           tile_n * tile_k * 2    stages
-        result    [tile_m, tile_n], or turned           tile_m * tile_n * r    1, in the memory of the others
-
-    The copies of a step form a group that the warpgroup waits for, without barriers in shared memory.
+    >>> AmpereConfig(stages=4)
+    AmpereConfig(stages=4)
     """
 
-    shape: Shape
-    config: AmpereConfig
-    order: str  # of the words
-    scaled: bool
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """The rows and columns of D that a thread block computes."""
-        return self.config.tile_m, self.config.tile_n
-
-    @property
-    def words_block(self) -> tuple[int, int]:
-        """The words of A that a step takes."""
-        return self.config.tile_m // 64, self.config.tile_k // 64 * 128
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the result."""
-        return jnp.dtype(self.shape.out)
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """The sides of the result's tile in shared memory."""
-        return self.tile[::-1] if self.shape.transpose else self.tile
-
-    @cached_property
-    def layouts(self) -> "Layouts":
-        """The layouts of a step's operands in registers."""
-        kind, layout = jnp.dtype(self.shape.dtype), plgpu.Layout
-        words = layout.WG_STRIDED(self.words_block, vec_size=1)
-        acc, a, b = (getattr(layout, name)(kind) for name in ("MMA_ACC", "MMA_LHS", "MMA_RHS"))  # from jax 0.11 on
-        return Layouts(acc, a, words, b)
+    tile_m: int = 128
+    tile_n: int = 128
+    tile_k: int = 64
+    stages: int = 3
 
 
-class Layouts(NamedTuple):
-    """The layouts of a step's operands in registers."""
+class Ampere(Family):
+    """The kernels take 16-bit values. Their speed has not been tuned."""
 
-    acc: Any
-    a: Any
-    words: Any
-    b: Any
+    name = "ampere"
+    devices = r"A100|A800|A30\b|A40\b|A10\b|RTX 30|RTX A|L4\b|L40|RTX 40"
+    capability = "8"
+    config = AmpereConfig
+    fp8 = False
 
+    def lacks(self) -> Refusal | None:
+        """Ask for layouts of registers."""
+        if versions.has_warp_products():
+            return None
+        return Refusal(f"jax {jax.__version__} has no layouts for Ampere's instructions: they come with 0.11")
 
-# ---- the kernel ----
+    def refusal(self, shape: Shape) -> Refusal | None:
+        """Ask for whole tiles."""
+        return tiles_refusal(shape, 64, 64, 64)
 
+    def config_refusal(self, shape: Shape, config: AmpereConfig) -> Refusal | None:
+        """Ask for whole tiles that fit into shared memory."""
+        if shape.itemsize != 2:
+            return Refusal(f"{shape.dtype}: Ampere's sparse products take 16-bit values")
+        if any(side < 64 or side % 64 for side in (config.tile_m, config.tile_n, config.tile_k)) or config.stages < 2:
+            return Refusal(f"{config}: the tile's sides are multiples of 64, and stages must be at least 2")
+        refusal = division_refusal(shape, config.tile_m, config.tile_n, config.tile_k)
+        if refusal is not None:
+            return refusal
+        ring = config.stages * (config.tile_m * config.tile_k * 9 // 8 + config.tile_n * config.tile_k * 2)
+        store = config.tile_m * config.tile_n * jnp.dtype(shape.out).itemsize  # in the ring's memory, after the product
+        return memory_refusal(config, max(ring, store), _SHARED)
 
-class Tile(NamedTuple):
-    """The tile of D that a thread block computes."""
+    def candidates(self, shape: Shape, target: Target) -> list[AmpereConfig]:
+        """Return large tiles first."""
+        return self.checked(target.interpret)
 
-    batch: jax.Array
-    m: jax.Array  # its row of tiles
-    n: jax.Array
-
-
-def _kernel(g: Geometry, do: "Instructions", a: Ref, words: Ref, b: Ref, *rest: Ref) -> None:
-    """Compute the tile of one thread block."""
-    scale, out = rest if g.scaled else (None, *rest)
-    tile = Tile(*(lax.axis_index(name) for name in Tile._fields))
-    config = g.config
-    acc = plgpu.emit_pipeline(
-        partial(do.multiply, g),
-        grid=(g.shape.k // config.tile_k,),
-        max_concurrent_steps=config.stages,
-        init_carry=do.zeros(g),
-        in_specs=(
-            _walk((config.tile_m, config.tile_k // 2), tile.m, g.shape.m_major),
-            plgpu.BlockSpec(g.words_block, lambda k: (tile.m, k)),
-            _walk((config.tile_n, config.tile_k), tile.n, g.shape.n_major),
-        ),
-    )(a.at[tile.batch], words.at[tile.batch], b.at[tile.batch])
-    if scale is not None:
-        acc = acc * scale[tile.batch]
-    acc = acc.astype(g.dtype)
-    rows, columns = (pl.ds(at * size, size) for at, size in zip((tile.m, tile.n), g.tile, strict=True))
-    do.store(g, out, (tile.batch, columns, rows) if g.shape.transpose else (tile.batch, rows, columns), acc)
+    def checked(self, interpret: bool) -> list[AmpereConfig]:
+        """Return all sizes of tiles."""
+        return [AmpereConfig(m, n) for m, n in ((128, 128), (64, 128), (128, 64), (64, 64))]
 
 
-def _walk(block: tuple[int, int], at: jax.Array, turned: bool) -> plgpu.BlockSpec:
-    """Return the blocks of an operand along K, which is its last axis, or its first if it is turned."""
-    block = block[::-1] if turned else block
-    index = (lambda k: (k, at)) if turned else (lambda k: (at, k))
-    return plgpu.BlockSpec(block, index, transforms=swizzled(block[1], 2).transforms)
-
-
-# ---- the instructions ----
-
-
-class Instructions(NamedTuple):
-    """The operations of a thread block on its accumulator ``[tile_m, tile_n]``."""
-
-    zeros: Callable[[Geometry], jax.Array]
-    multiply: Callable[..., jax.Array]  # (g, indices, a, words, b, acc): one step, added to the accumulator
-    store: Callable[[Geometry, Ref, tuple[Any, ...], jax.Array], None]  # a tile at a place of the result
-
-
-def _zeros(g: Geometry) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(g.tile, jnp.float32), g.layouts.acc)
-
-
-def _multiply(g: Geometry, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array) -> jax.Array:
-    layouts = g.layouts
-    left = versions.load(a.transpose((1, 0)) if g.shape.m_major else a, layouts.a)
-    right = versions.load(b if g.shape.n_major else b.transpose((1, 0)), layouts.b)
-    places = versions.load(words, layouts.words)
-
-    @plgpu.inline_mgpu(
-        arg_types=layouts,
-        return_type=plgpu.ShapeDtypeStruct(g.tile, jnp.float32, layout=layouts.acc),
-    )
-    def multiply(_: Any, acc: Any, left: Any, places: Any, right: Any) -> Any:
-        return instructions.mma_sp(acc, left, places, right)
-
-    return multiply(acc, left, places, right)
-
-
-def _store(g: Geometry, out: Ref, at: tuple[Any, ...], acc: jax.Array) -> None:
-    """Store a tile by way of shared memory, so that whole lines are written."""
-    swizzle, transforms = swizzled(g.stored[1], g.dtype.itemsize)
-
-    @partial(pl.run_scoped, tile=plgpu.SMEM(g.stored, g.dtype, transforms=transforms))
-    def with_shared_memory(tile: Ref) -> None:
-        layout = plgpu.Layout.WGMMA_TRANSPOSED if g.shape.transpose else plgpu.Layout.WGMMA
-        (tile.transpose((1, 0)) if g.shape.transpose else tile)[...] = plgpu.layout_cast(acc, layout)
-        plgpu.inline_mgpu()(lambda _: instructions.meet())()
-        out[at] = versions.load(tile, plgpu.Layout.SMEM_GMEM_COPY(g.stored, g.dtype, swizzle))
-
-
-HARDWARE = Instructions(_zeros, _multiply, _store)
-
-
-def _emulated_multiply(
-    g: Geometry, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
-) -> jax.Array:  # fmt: skip
-    form = {"order": g.order, "m_major": g.shape.m_major, "n_major": g.shape.n_major}
-    return acc + emulation.product(a[...], words[...], b[...], **form)
-
-
-def _emulated_store(g: Geometry, out: Ref, at: tuple[Any, ...], acc: jax.Array) -> None:
-    out[at] = acc.T if g.shape.transpose else acc
-
-
-EMULATED = Instructions(lambda g: jnp.zeros(g.tile, jnp.float32), _emulated_multiply, _emulated_store)
+AMPERE = Ampere()

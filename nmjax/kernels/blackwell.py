@@ -1,246 +1,80 @@
-"""Packed 2:4 times dense on Blackwell's sparse tensor cores: ``D[M, N] = A[M, K] @ B[K, N]``, with A packed along K.
+"""Blackwell: which products `nmjax.kernels.blackwell_spmm` computes, and by which tiles."""
 
-A thread block computes one tile of D. One warp loads blocks of A, of its words and of B into a ring buffer in shared
-memory (TMA). Another copies the words to tensor memory, and starts the products (``tcgen05.mma.sp``), whose sums stay
-in tensor memory. At the end a second warpgroup stores them.
-
-16-bit A is contiguous along K or along M, B along K or along N, and the result is D or its transpose. 8-bit operands
-are contiguous along K.
-
-The kernel has been compiled for sm_100a and has not run on hardware.
-"""
-
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt
 
 from nmjax.core import versions
-from nmjax.kernels import emulation
-from nmjax.kernels.format import Packed
-from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.limits import BlackwellConfig, Shape, shape_of
-from nmjax.kernels.targets import result
+from nmjax.core.refusal import Refusal
+from nmjax.core.value import Value
+from nmjax.kernels.family import (
+    BARRIERS,
+    SHARED,
+    Family,
+    Shape,
+    Target,
+    division_refusal,
+    memory_refusal,
+    tiles_refusal,
+)
 
-Ref = Any  # a reference to a block of an array, inside a kernel
 
-ROWS = 128  # of a tile: those of tensor memory
-STORED = 64  # columns that are stored at once
-_LOADS, _MULTIPLIES = 0, 1  # the warps of the first warpgroup
+@dataclass(frozen=True, repr=False)
+class BlackwellConfig(Value):
+    """The tiles of a product on Blackwell, which have 128 rows.
 
-
-def words_of(packed: Packed) -> UInt[Array, "batch m k 128 4"]:
-    """Return the words of a batch of packed matrices in the order of tensor memory: blocks of 128 rows and 128 k.
-
-    A line of tensor memory has four words. For 8-bit values, a line is a row. For 16-bit values, a row is (w, half, g)
-    and a line is (w, p, g). Word i of line (w, p, g) holds the nibbles of rows (w, 0, g) and (w, 1, g) for the 16
-    values from k = 16 (2 i + p) on.
+    >>> BlackwellConfig(tile_n=128)
+    BlackwellConfig(tile_n=128)
     """
-    words = packed.indices
-    if packed.order == "words8":
-        batch, m, k = words.shape
-        return words.reshape(batch, m // ROWS, ROWS, k // 4, 4).transpose(0, 1, 3, 2, 4)
-    batch, m, k, _ = words.shape
-    parts = words.reshape(batch, m // 2, 2, k // 2, 2, 4, 8, 2, 2)  # m block, m half, k block, k half, w, g, i, p
-    return parts.transpose(0, 1, 3, 2, 5, 8, 6, 4, 7).reshape(batch, m // 2, k // 2, ROWS, 4)
+
+    tile_n: int = 256
+    stages: int = 2
+
+    def step(self, itemsize: int) -> int:
+        """Return the number of values along K that a step takes: 128 of 16 bits, or 256 of 8 bits."""
+        return 256 // itemsize
 
 
-def _in_twos(words: UInt[Array, "*front n"]) -> Array:
-    """Return words as integers of two bits, the lowest first: 16 for each word."""
-    return lax.bitcast_convert_type(words, jnp.uint2).reshape(*words.shape[:-1], -1)
+class Blackwell(Family):
+    """The kernels have been compiled, and have not run on hardware."""
 
+    name = "blackwell"
+    devices = "B100|B200|GB200|B300|GB300"
+    capability = "10"
+    config = BlackwellConfig
+    tuned_only = True
 
-def _words_back(words: UInt[Array, "1 k 128 4"], order: str) -> UInt[Array, "..."]:
-    """Return the words of a block of 128 rows in the order of `nmjax.kernels.format`."""
-    if order == "words8":
-        return words.transpose(0, 2, 1, 3).reshape(ROWS, -1)
-    count = words.shape[1]
-    parts = words.reshape(count, 2, 4, 2, 8, 2, 2).transpose(1, 0, 5, 2, 4, 6, 3)  # m half, k, k half, w, g, i, p
-    return parts.reshape(2, 2 * count, 128)
+    def lacks(self) -> Refusal | None:
+        """Ask for transposed stores."""
+        if versions.stores_transposed():
+            return None
+        return Refusal(f"jax {jax.__version__} cannot store the results of Blackwell's kernels: from 0.11 on it can")
 
+    def refusal(self, shape: Shape) -> Refusal | None:
+        """Ask for whole tiles."""
+        return tiles_refusal(shape, 128, 64, 256 // shape.itemsize)
 
-def spmm(
-    a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | None = None, *, b_axis: int,
-    transpose: bool, dtype: DTypeLike, config: BlackwellConfig, interpret: bool = False,
-) -> Float[Array, "batch m n"]:  # fmt: skip
-    """Multiply a batch of packed matrices by a batch of dense ones.
-
-    Args:
-      a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
-      b: ``[B, K, N]``, or ``[B, N, K]`` with ``b_axis=-1``.
-      scale: Multiplies the f32 result of each matrix: one factor per matrix.
-      b_axis: The axis of ``b`` that is contracted, -1 or -2.
-      transpose: True for a result ``[B, N, M]``.
-      dtype: The dtype of the result.
-      config: The tiles. They must fit: `nmjax.kernels.limits.config_refusal` returns None for them.
-      interpret: True to run on a CPU. The loads, the order of the words and the stores are those of the hardware. One
-        thread loads and multiplies in turn, and the sums lie in shared memory.
-    """
-    shape = shape_of(a, b, b_axis, transpose, dtype)
-    batch, n, step, stages = a.shape[0], config.tile_n, config.step(shape.itemsize), config.stages
-    words = words_of(a) if interpret else _in_twos(words_of(a))  # [batch, m, k, 128, 64] of two bits
-    inputs = (a.values, words, b) if scale is None else (a.values, words, b, scale)
-    a_block = (step // 2, ROWS) if shape.m_major else (ROWS, step // 2)
-    b_block = (step, n) if shape.n_major else (n, step)
-    sides = (shape.n, shape.m) if transpose else (shape.m, shape.n)
-    stored = (STORED, ROWS) if transpose else (ROWS, STORED)
-    kind, out = jnp.dtype(shape.dtype), jnp.dtype(shape.out)
-
-    def blackwell_spmm(*refs: Ref) -> None:  # the name that profilers show
-        a_all, words_all, b_all, *rest = refs[: len(inputs)]
-        d, a_ring, words_ring, b_ring, store, loaded, used, done, sums, *slots = refs[len(inputs) :]
-        at = tuple(lax.axis_index(name) for name in ("b", "i", "j"))
-        Tile(
-            shape, config, a.order, interpret, inputs=(a_all, words_all, b_all), scale=rest[0] if rest else None,
-            out=d, a=a_ring, words=words_ring, b=b_ring, store=store, loaded=loaded, used=used, done=done, sums=sums,
-            at=at, meta=tuple(slots),
-        ).compute()  # fmt: skip
-
-    meta = plgpu.TMEM((ROWS, step // 2), jnp.uint2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)
-    call = plgpu.kernel(
-        blackwell_spmm,
-        out_type=result((batch, *sides), out, *inputs),
-        grid=(batch, shape.m // ROWS, shape.n // n),
-        grid_names=("b", "i", "j"),
-        num_threads=2,
-        thread_name="wg",
-        scratch_types=[
-            plgpu.SMEM((stages, *a_block), kind, transforms=swizzled(a_block[1], kind.itemsize).transforms),
-            plgpu.SMEM((stages, 1, step // 128, *words.shape[3:]), words.dtype),
-            plgpu.SMEM((stages, *b_block), b.dtype, transforms=swizzled(b_block[1], b.dtype.itemsize).transforms),
-            plgpu.SMEM((2, *stored), out, transforms=() if transpose else swizzled(STORED, out.itemsize).transforms),
-            plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
-            plgpu.Barrier(orders_tensor_core=True),
-            (plgpu.SMEM if interpret else plgpu.TMEM)((ROWS, n), jnp.float32),
-            *([] if interpret else [meta] * stages),
-        ],
-        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
-    )
-    return call(*inputs)
-
-
-class Tile(NamedTuple):
-    """A tile of D, and what its thread block works with."""
-
-    shape: Shape
-    config: BlackwellConfig
-    order: str  # of the words
-    emulated: bool
-    inputs: tuple[Ref, Ref, Ref]  # A, the words and B of all matrices
-    scale: Ref | None
-    out: Ref
-    a: Ref  # the ring buffers
-    words: Ref
-    b: Ref
-    store: Ref
-    loaded: Ref  # barriers: a slot of the ring is filled, it may be filled again, and all products are done
-    used: Ref
-    done: Ref
-    sums: Ref
-    at: tuple[Any, ...]  # the matrix of the batch, and the row and column of the tile
-    meta: tuple[Ref, ...]  # the words of a slot, in tensor memory
-
-    @property
-    def steps(self) -> int:
-        """The steps along K."""
-        return self.shape.k // self.config.step(self.shape.itemsize)
-
-    def compute(self) -> None:
-        """Compute the tile: one warpgroup loads and multiplies, and the other one stores."""
-        wg = lax.axis_index("wg")
-        in_turn = self.emulate if self.emulated else self.multiply_in_turn
-
-        @pl.when(wg == 0)
-        def _() -> None:
-            if self.emulated:
-                lax.fori_loop(0, self.steps, in_turn, None)
-                self.drain()
-                return
-
-            @plgpu.warp_map
-            def _(warp: jax.Array) -> None:
-                pl.when(warp == _LOADS)(self.load_all)
-                pl.when(warp == _MULTIPLIES)(lambda: lax.fori_loop(0, self.steps, in_turn, None))
-
-        pl.when(wg == 1)(self.save)
-
-    def load(self, k: jax.Array, _: None) -> None:
-        """Load a step into its slot, as soon as the slot's last products are done."""
-        (batch, i, j), stages = self.at, self.config.stages
-        n, step = self.config.tile_n, self.config.step(self.shape.itemsize)
-        slot = lax.rem(k, stages)
-        pl.when(k >= stages)(lambda: plgpu.barrier_wait(self.used.at[slot]))
-        rows, columns = pl.ds(i * ROWS, ROWS), pl.ds(j * n, n)
-        along, packed = pl.ds(k * step, step), pl.ds(k * (step // 2), step // 2)
-        a, words, b = (v.at[batch] for v in self.inputs)
-        parts = (
-            a.at[packed, rows] if self.shape.m_major else a.at[rows, packed],
-            words.at[pl.ds(i, 1), pl.ds(k * (step // 128), step // 128)],
-            b.at[along, columns] if self.shape.n_major else b.at[columns, along],
+    def config_refusal(self, shape: Shape, config: BlackwellConfig) -> Refusal | None:
+        """Ask for whole tiles that fit into shared memory."""
+        if config.tile_n not in (64, 128, 192, 256) or config.stages < 2:
+            return Refusal(f"{config}: tile_n must be 64, 128, 192 or 256, and stages at least 2")
+        step = config.step(shape.itemsize)
+        refusal = division_refusal(shape, 128, config.tile_n, step)
+        if refusal is not None:
+            return refusal
+        ring = config.stages * (
+            128 * step * shape.itemsize // 2 + 128 * step // 8 + config.tile_n * step * shape.itemsize
         )
-        for part, ring in zip(parts, (self.a, self.words, self.b), strict=True):
-            plgpu.copy_gmem_to_smem(part, ring.at[slot], self.loaded.at[slot])
+        return memory_refusal(config, ring + 2 * 128 * 64 * jnp.dtype(shape.out).itemsize, SHARED - BARRIERS)
 
-    def load_all(self) -> None:
-        """Load all steps, and wait until they are used."""
-        lax.fori_loop(0, self.steps, self.load, None)
-        self.drain()
+    def candidates(self, shape: Shape, target: Target) -> list[BlackwellConfig]:
+        """Return wide tiles first."""
+        return [BlackwellConfig(tile_n=n, stages=s) for n, s in ((256, 2), (192, 2), (128, 3), (64, 4), (64, 3))]
 
-    def drain(self) -> None:
-        """Wait for the products of the last steps."""
-        for k in range(max(self.steps - self.config.stages, 0), self.steps):
-            plgpu.barrier_wait(self.used.at[k % self.config.stages])
+    def checked(self, interpret: bool) -> list[BlackwellConfig]:
+        """Return the widths of tiles."""
+        return [BlackwellConfig(), BlackwellConfig(128), BlackwellConfig(64)]
 
-    def multiply(self, k: jax.Array, slot: int) -> None:
-        """Start the products of a step."""
-        plgpu.barrier_wait(self.loaded.at[slot])
-        plgpu.async_copy_sparse_metadata_to_tmem(self.words.at[slot], self.meta[slot])
-        a, b, meta = self.a.at[slot], self.b.at[slot], self.meta[slot]
-        a = plgpu.transpose_ref(a, (1, 0)) if self.shape.m_major else a
-        b = b if self.shape.n_major else plgpu.transpose_ref(b, (1, 0))
-        plgpu.tcgen05_mma(self.sums, a, b, self.used.at[slot], a_sparse_metadata=meta, accumulate=k > 0)
-        pl.when(k == self.steps - 1)(lambda: plgpu.tcgen05_commit_arrive(self.done))
 
-    def multiply_in_turn(self, k: jax.Array, _: None) -> None:
-        """Start the products of a step in its slot. References to tensor memory are known at trace time."""
-        for slot in range(self.config.stages):
-            pl.when(lax.rem(k, self.config.stages) == slot)(partial(self.multiply, k, slot))
-
-    def emulate(self, k: jax.Array, _: None) -> None:
-        """Load a step and multiply it, on a CPU."""
-        self.load(k, None)
-        slot = lax.rem(k, self.config.stages)
-        plgpu.barrier_wait(self.loaded.at[slot])
-        majors = {"m_major": self.shape.m_major, "n_major": self.shape.n_major}
-        words = _words_back(self.words[slot], self.order)
-        product = emulation.product(self.a[slot], words, self.b[slot], order=self.order, **majors)
-        self.sums[...] = jnp.where(k > 0, self.sums[...], 0) + product
-        plgpu.barrier_arrive(self.used.at[slot])
-        pl.when(k == self.steps - 1)(lambda: plgpu.barrier_arrive(self.done))
-
-    def save(self) -> None:
-        """Store the sums, piece by piece."""
-        (batch, i, j), n = self.at, self.config.tile_n
-        plgpu.barrier_wait(self.done)
-        for piece in range(n // STORED):
-            slot = self.store.at[piece % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the piece before the last has left
-            part = self.sums.at[:, pl.ds(piece * STORED, STORED)]
-            y = part[...] if self.emulated else plgpu.async_load_tmem(part)
-            y = (y if self.scale is None else y * self.scale[batch]).astype(self.store.dtype)
-            if self.shape.transpose and not self.emulated:
-                plgpu.transpose_ref(slot, (1, 0))[...] = y
-            else:
-                slot[...] = y.T if self.shape.transpose else y
-            plgpu.commit_smem()
-            rows, columns = pl.ds(i * ROWS, ROWS), pl.ds(j * n + piece * STORED, STORED)
-            where = (columns, rows) if self.shape.transpose else (rows, columns)
-            plgpu.copy_smem_to_gmem(slot, self.out.at[batch].at[where])
-        plgpu.wait_smem_to_gmem(0)
+BLACKWELL = Blackwell()

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,38 +18,27 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, UInt32
 
-from nmjax.core import random, versions
+from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import shards, tuning
 from nmjax.kernels.activations import Activation
+from nmjax.kernels.family import Config, Shape, Target
 from nmjax.kernels.format import Packed, pack, unpack
-from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, AmpereConfig, Config, Copy, HopperConfig, Shape
-from nmjax.kernels.targets import Target, as_varying, varying
+from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, FAMILIES, Copy
+from nmjax.kernels.targets import as_varying, varying
 from nmjax.pruners import float8, identity
 from nmjax.pruners.unbiased import group_uniforms
 
 
-class _Kernels(NamedTuple):
-    """The modules of kernels."""
-
-    ampere: ModuleType
-    blackwell: ModuleType
-    compress: ModuleType
-    copies: ModuleType
-    hopper: ModuleType
-    packing: ModuleType
-    tiles: ModuleType
-
-
-def _kernels() -> _Kernels:
-    """Import the kernels when the first one is called.
+def _kernels() -> Any:
+    """Import the kernels that pack when the first one is called.
 
     Some builds of jaxlib lack Pallas's GPU backends, and a plan or a run on a CPU needs none of them.
     """
-    from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, tiles
+    from nmjax.kernels import packing, tiles
 
-    return _Kernels(ampere, blackwell, compress, copies, hopper, packing, tiles)
+    return SimpleNamespace(packing=packing, tiles=tiles)
 
 
 # ---- products ----
@@ -106,25 +95,13 @@ def _multiply(
 ) -> Callable[..., jax.Array]:  # fmt: skip
     """Return the product of one device as a function of values, words, the dense operand and scales."""
     config = _tiles(shape, target) if config is None else config
-    options: dict[str, Any] = {
-        "b_axis": -2 if shape.n_major else -1,
-        "transpose": shape.transpose,
-        "dtype": jnp.dtype(shape.out),
-        "config": config,
-        "interpret": target.interpret,
-    }
-    if isinstance(config, HopperConfig):
-        kernel = partial(_kernels().hopper.spmm, blocks=target.cores, **options)
-    else:
-        kernels = _kernels().ampere if isinstance(config, AmpereConfig) else _kernels().blackwell
-        kernel = partial(kernels.spmm, **options)
 
     def call(values: jax.Array, indices: jax.Array, b: jax.Array, scales: jax.Array) -> jax.Array:
         packed = Packed(values, indices, axis, 2, 4, order)
         if target.interpret and target.devices > 1:  # the interpreter does not work in a program that XLA partitions
-            form = {"axis": options["b_axis"], "transpose": shape.transpose, "dtype": shape.out}
+            form = {"axis": -2 if shape.n_major else -1, "transpose": shape.transpose, "dtype": shape.out}
             return reference(packed, b, scales if scaled else None, **form)
-        return kernel(packed, b, scales if scaled else None)
+        return FAMILIES[target.family].spmm(packed, b, scales if scaled else None, shape, config, target)
 
     return call
 
@@ -183,8 +160,7 @@ def compress(
 
 @lru_cache
 def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Packed]:
-    kernels = _kernels().compress if _by_triton(target) else _kernels().packing
-    compress = partial(kernels.compress, axis=axis, pruner=pruner, interpret=target.interpret)
+    compress = partial(_kernels().packing.compress, axis=axis, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw" if axis == -1 else "bjiw")
 
     def call(x: jax.Array, words: jax.Array, scale: jax.Array) -> Packed:
@@ -216,11 +192,11 @@ def compress_activated(
 
 @lru_cache
 def _compression_activated(activation: Activation, pruner: Pruner, target: Target) -> Callable[..., Any]:
-    kernels = _kernels().compress if _by_triton(target) else _kernels().packing
     options = {"activation": activation, "pruner": pruner, "interpret": target.interpret}
 
     def call(h: jax.Array, g: jax.Array, words: jax.Array, scale: jax.Array) -> tuple[jax.Array, Packed]:
-        return kernels.compress_activated(h, g, words, scale, jnp.zeros(3, jnp.int32), whole=g.shape, **options)
+        origin = jnp.zeros(3, jnp.int32)
+        return _kernels().packing.compress_activated(h, g, words, scale, origin, whole=g.shape, **options)
 
     return _mapped(call)
 
@@ -241,8 +217,7 @@ def compress_both(
 
 @lru_cache
 def _compression_both(pruner: Pruner, target: Target) -> Callable[..., tuple[Packed, Packed]]:
-    kernels = _kernels().compress if _by_triton(target, of_tiles=True) else _kernels().tiles
-    both = partial(kernels.compress_both, pruner=pruner, interpret=target.interpret)
+    both = partial(_kernels().tiles.compress_both, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw", "bij", "bjiw")
     return _mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
 
@@ -289,24 +264,15 @@ def copy_by_xla(
 
 @lru_cache
 def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tuple[Any, jax.Array]]]:
-    kernels = _kernels().copies if _by_triton(target, of_tiles=True) else _kernels().tiles
-    copies = partial(kernels.copies, wanted=wanted, interpret=target.interpret)
+    copies = partial(_kernels().tiles.copies, wanted=wanted, interpret=target.interpret)
     outputs = [form for copy in wanted for form in ["bji" if copy.turns else "bij"] * (1 + copy.packed)]
 
     def call(x: jax.Array, words: jax.Array, beta: jax.Array) -> list[tuple[Any, jax.Array]]:
-        factors, block = _kernels().copies.factors_of(x, beta, wanted), (COPY_ROWS, COPY_COLUMNS)
+        factors, block = _kernels().tiles.factors_of(x, beta, wanted), (COPY_ROWS, COPY_COLUMNS)
         forms = _in_parts(partial(copies, whole=x.shape), x, (words, factors), block, outputs, target)
         return list(zip(forms, (1 / factors[:, 1:]).T, strict=True))
 
     return _mapped(call)
-
-
-def _by_triton(target: Target, of_tiles: bool = False) -> bool:
-    """Return True if Triton's kernels pack, and False if Mosaic's do.
-
-    On Hopper, tiles are packed by Mosaic's kernels, which took less than half the time on an H100.
-    """
-    return target.interpret or (versions.has_triton() and not (of_tiles and target.family == "hopper"))
 
 
 def _in_parts(

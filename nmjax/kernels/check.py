@@ -28,17 +28,16 @@ from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, measured, tuning
+from nmjax.kernels.family import Config, Shape, Target
 from nmjax.kernels.format import pack
-from nmjax.kernels.limits import Config, Copy, HopperConfig, Shape
-from nmjax.kernels.targets import Target, target as target_of
+from nmjax.kernels.limits import FAMILIES, Copy, family_of
+from nmjax.kernels.targets import target as target_of
 from nmjax.pruners import identity, mse, mvue, transposable
 
-LAST, BEFORE, NOISE, BOTH, ACTIVATED, FP8_FORMS, FP8, PARTS = (
+LAST, BEFORE, NOISE, BOTH, ACTIVATED, FP8_FORMS, FP8 = (
     "packing along the last axis", "packing along the axis before the last", "packing with noise",
     "packing along both axes", "packing with an activation's derivative", "packing in FP8", "multiplying in FP8",
-    "multiplying in parts of K",
 )  # fmt: skip
-PARTS_OF_K = HopperConfig(tile_n=64, store_n=32, split=3)
 
 
 def fault(target: Target, kinds: Iterable[str]) -> Refusal | None:
@@ -94,11 +93,11 @@ def kinds_of(shape: Shape | None, pruner: Pruner = identity, config: Config | No
     """
     if shape is None:
         return (FP8_FORMS,)
-    parts = (PARTS,) * (getattr(config, "split", 1) > 1)
+    own = () if config is None else family_of(config).own_kinds(config)
     if shape.itemsize == 1:
-        return (FP8, FP8_FORMS, *parts)
+        return (FP8, FP8_FORMS, *own)
     kinds = layout_kind(shape), BEFORE if shape.m_major else LAST
-    return kinds + (NOISE,) * pruner.facts.stochastic + (BOTH,) * (pruner.kernel_form.tile is not None) + parts
+    return kinds + (NOISE,) * pruner.facts.stochastic + (BOTH,) * (pruner.kernel_form.tile is not None) + own
 
 
 def layout_kind(shape: Shape) -> str:
@@ -213,9 +212,9 @@ def cases(target: Target) -> dict[str, Callable[[], bool]]:
     for m_major, n_major, transpose in product((False, True), repeat=3):
         shape = Shape(m, n, k, "bfloat16", m_major, n_major, transpose)
         found[layout_kind(shape)] = partial(_multiplies, shape, target)
-    if target.family == "hopper":
-        found[PARTS] = partial(_multiplies, Shape(256, 256, 1024, "bfloat16", True, True, True), target, PARTS_OF_K)
-    if target.family != "ampere":
+    family = FAMILIES[target.family]
+    found |= {kind: partial(_multiplies, of, target, config) for kind, (of, config) in family.own_cases().items()}
+    if family.fp8:
         found |= {FP8_FORMS: partial(_packs_in_fp8, target), FP8: partial(_multiplies_in_fp8, target)}
     return found
 

@@ -1,277 +1,171 @@
-"""Packed 2:4 times dense on Hopper's sparse tensor cores: ``D[M, N] = A[M, K] @ B[K, N]``, with A packed along K.
+"""Hopper: which products `nmjax.kernels.hopper_spmm` computes, and by which tiles."""
 
-One warpgroup of a thread block loads blocks of A, of its 2:4 metadata (the words) and of B into a ring buffer in shared
-memory (TMA). The others multiply. The kernel is persistent: one thread block per multiprocessor loops over tiles of D.
-Two thread blocks may form a cluster. If they are neighbours along M, they share B, and each loads half of it; if they
-are neighbours along N, they share A likewise.
+from dataclasses import dataclass
 
-16-bit A is contiguous along K or along M, B along K or along N, and the result is D or its transpose. So no operand or
-result of training has to be transposed separately. 8-bit operands are contiguous along K.
-
-The parts, from the top: `spmm` launches `_kernel`, which loops over the tiles (`_schedule`). For each tile a pipeline
-(`_pipeline`) feeds the steps of the main loop, and `_epilogue` stores the sums. A `Geometry` holds everything that is
-known at trace time. `Instructions` are those of the hardware, or their emulation on a CPU. The rest of the kernel is
-the same for both.
-"""
-
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
-
-import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from nmjax.core import versions
-from nmjax.kernels import emulation, instructions
-from nmjax.kernels.format import Packed
-from nmjax.kernels.hopper_geometry import Geometry, Ref
-from nmjax.kernels.limits import HopperConfig, shape_of
-from nmjax.kernels.targets import result
-
-_ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 per register: with pairs, ptxas would serialise the WGMMAs
-
-
-def spmm(
-    a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | None = None, *, b_axis: int,
-    transpose: bool, dtype: DTypeLike, config: HopperConfig, blocks: int, interpret: bool = False,
-) -> Float[Array, "batch m n"]:  # fmt: skip
-    """Multiply a batch of packed matrices by a batch of dense ones.
-
-    Args:
-      a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
-      b: ``[B, K, N]``, or ``[B, N, K]`` with ``b_axis=-1``.
-      scale: Multiplies the f32 result of each matrix: one factor per matrix.
-      b_axis: The axis of ``b`` that is contracted, -1 or -2.
-      transpose: True for a result ``[B, N, M]``.
-      dtype: The dtype of the result.
-      config: The tiles. They must fit: `nmjax.kernels.limits.config_refusal` returns None for them.
-      blocks: The number of thread blocks, one per multiprocessor.
-      interpret: True to run on a CPU, with emulated instructions.
-    """
-    shape = shape_of(a, b, b_axis, transpose, dtype)
-    g = Geometry(shape, config, a.shape[0], a.order, scale is not None)
-    words = a.indices
-    if g.wide:
-        words = words.reshape(g.batch, shape.m // 64, shape.k // 64 * 128)
-    inputs = (a.values, words, b) if scale is None else (a.values, words, b, scale)
-
-    def hopper_spmm(*refs: Ref) -> None:  # the name that profilers show
-        _kernel(g, EMULATED if interpret else HARDWARE, *refs)
-
-    sides = g.whole_sides if interpret else g.result_sides  # the interpreter refuses to store beyond an array
-    call = plgpu.kernel(
-        hopper_spmm,
-        out_type=result((g.batch * g.parts, *sides), g.dtype, *inputs),
-        grid=(blocks // g.cluster,),
-        grid_names=("block",),
-        cluster=(g.cluster,),
-        cluster_names=("cluster",),
-        num_threads=g.warpgroups + 1,
-        thread_name="wg",
-        **({"interpret": versions.interpreter_params(zeros=g.beyond)} if interpret else {}),
-    )
-    y = call(*inputs)
-    if interpret:
-        y = y[:, : g.result_sides[0], : g.result_sides[1]]
-    if g.parts == 1:
-        return y
-    return jnp.sum(y.reshape(g.batch, g.parts, *g.result_sides), 1).astype(dtype)
-
-
-# ---- the kernel ----
-
-
-class Tile(NamedTuple):
-    """The tile of D that a thread block computes."""
-
-    batch: jax.Array
-    part: jax.Array  # the index of its part of K
-    m: jax.Array  # the row index of the tile
-    n: jax.Array  # its column index
-
-
-def _kernel(g: Geometry, operations: "Instructions", a: Ref, words: Ref, b: Ref, *rest: Ref) -> None:
-    """Compute the tiles of one thread block, one after the other."""
-    scale, out = rest if g.scaled else (None, *rest)
-    nothing = lambda *_, **__: None
-
-    # `run_scoped` and `nd_loop` call the functions below at once. The first pipeline is used only for its allocations,
-    # which do not depend on what it computes.
-
-    @partial(
-        pl.run_scoped,
-        ring=_pipeline(g, nothing, nothing).get_allocations(a.at[0], words.at[0], b.at[0]),
-        results=g.results,
-        collective_axes="wg",
-    )
-    def with_shared_memory(ring: Any, results: Ref) -> None:
-        wg, rank = lax.axis_index("wg"), lax.axis_index("cluster")
-
-        @plgpu.nd_loop((g.batch * g.parts * g.grid[0] * g.grid[1],), collective_axes="block")
-        def each_tile(loop: Any) -> None:
-            tile = _schedule(g, rank, loop.index[0])
-
-            def compute(run_steps: Callable[[jax.Array], jax.Array]) -> None:
-                acc = operations.settle(g, run_steps(operations.zeros(g)))
-                _epilogue(g, operations, wg, tile, acc, scale, out, results)
-
-            panels = [
-                block.panel(operand, tile.batch, at, tile.part, g.steps)
-                for block, operand, at in zip(g.blocks, (a, words, b), (tile.m, tile.m, tile.n), strict=True)
-            ]
-            _pipeline(g, partial(operations.multiply, g, wg), compute)(*panels, allocations=ring)
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores have left shared memory
-
-
-def _schedule(g: Geometry, rank: jax.Array, index: jax.Array) -> Tile:
-    """Return the tile for a loop index, in snake order within bands of ``config.band`` tiles along N. The rank is the
-    thread block's place in its cluster."""
-    tiles = g.grid[0] * g.grid[1]
-    batch, part = index // (tiles * g.parts), index // tiles % g.parts
-    m, n = plgpu.planar_snake(index % tiles, g.grid, 1, g.config.band)
-    m = m * 2 + rank if g.along[0] == 2 else m
-    n = n * 2 + rank if g.along[1] == 2 else n
-    return Tile(batch, part, m, n)
-
-
-def _pipeline(g: Geometry, body: Callable[..., Any], compute: Callable[..., None]) -> Any:
-    """Return the pipeline along K, with its ring buffer: ``compute`` wraps the loop, and ``body`` is one step."""
-    return plgpu.emit_pipeline_warp_specialized(
-        body,
-        grid=(g.steps,),
-        memory_registers=40,
-        wg_axis="wg",
-        num_compute_wgs=g.warpgroups,
-        max_concurrent_steps=g.config.stages,
-        compute_context=compute,
-        in_specs=[block.spec() for block in g.blocks],
-    )
-
-
-def _epilogue(
-    g: Geometry, operations: "Instructions", wg: jax.Array, tile: Tile, acc: jax.Array, scale: Ref | None,
-    out: Ref, results: Ref,
-) -> None:  # fmt: skip
-    """Scale the sums of a warpgroup, round them, and store them through up to two buffers in shared memory."""
-    (tile_m, tile_n), buffers = g.tile, g.results.shape[1]
-    if scale is not None:
-        acc = acc * scale[tile.batch]
-    acc = operations.round(g, acc)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before are done: all buffers are free
-    for i in range(tile_n // g.store_n):
-        buffer = results.at[wg, i % buffers]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # at most one store still reads its buffer: the other is free
-        operations.store(g, buffer, acc[:, i * g.store_n : (i + 1) * g.store_n])
-        plgpu.commit_smem()
-        rows = pl.ds(tile.m * g.config.rows + wg * tile_m, tile_m)
-        columns = pl.ds(tile.n * tile_n + i * g.store_n, g.store_n)
-        at = (columns, rows) if g.shape.transpose else (rows, columns)
-        plgpu.copy_smem_to_gmem(buffer, out.at[tile.batch * g.parts + tile.part, *at])
-
-
-# ---- the instructions ----
-
-
-class Instructions(NamedTuple):
-    """The operations of a warpgroup on its accumulator ``[tile_m, tile_n]``."""
-
-    zeros: Callable[[Geometry], jax.Array]
-    multiply: Callable[..., jax.Array]  # (g, wg, indices, a, words, b, acc): one step, added to the accumulator
-    settle: Callable[[Geometry, jax.Array], jax.Array]  # wait for all steps, and return the sums
-    round: Callable[[Geometry, jax.Array], jax.Array]  # to the dtype of the result, or to bf16 if `store` converts it
-    store: Callable[[Geometry, Ref, jax.Array], None]  # some columns into a buffer of results
-
-
-def _zeros(g: Geometry) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(g.tile, jnp.float32), _ACC)
-
-
-def _multiply(
-    g: Geometry, wg: jax.Array, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
-) -> jax.Array:  # fmt: skip
-    """Compute a step, and wait for its instructions. An H100 gave wrong sums when steps overlapped."""
-    tile_m, _ = g.tile
-    rows = pl.ds(wg * tile_m, tile_m)
-    a = a.at[:, rows] if g.a.turned else a.at[rows]
-    words = words.at[pl.ds(wg * g.words_of_group, g.words_of_group)]
-    if g.wide:
-        words = versions.load(words, g.words_layout)
-        if g.beyond:  # a word of zeros names no two positions: let it name the first two
-            words = jnp.where(words == 0, np.uint32(0x44444444), words)
-    words_type = g.words_layout if g.wide else plgpu.RefType(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(_ACC, plgpu.RefType(g.a.transforms), words_type, plgpu.RefType(g.b.transforms)),
-        return_type=plgpu.ShapeDtypeStruct(g.tile, jnp.float32, layout=_ACC),
-    )
-    def issue(_: Any, acc: Any, a: Any, words: Any, b: Any) -> Any:
-        return instructions.wgmma_step(
-            acc, a, words, b, a_swizzle=g.a.swizzle, b_swizzle=g.b.swizzle, m_major=g.a.turned, n_major=g.b.turned,
-            promote=g.config.promote,
-        )  # fmt: skip
-
-    return issue(acc, a, words, b)
-
-
-def _settle(g: Geometry, acc: jax.Array) -> jax.Array:
-    @plgpu.inline_mgpu(
-        arg_types=(_ACC,),
-        return_type=plgpu.ShapeDtypeStruct(g.tile, jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def settle(_: Any, acc: Any) -> Any:
-        return instructions.settle(acc)
-
-    return settle(acc)
-
-
-def _is_8bit_transposed(g: Geometry) -> bool:
-    """Return True if the result is 8-bit and transposed. It is transposed as bf16, because 8-bit values cannot be
-    transposed."""
-    return g.shape.transpose and g.dtype.itemsize == 1
-
-
-def _round(g: Geometry, acc: jax.Array) -> jax.Array:
-    return acc.astype(jnp.bfloat16 if _is_8bit_transposed(g) else g.dtype)
-
-
-def _store(g: Geometry, buffer: Ref, part: jax.Array) -> None:
-    if not g.shape.transpose:
-        buffer[...] = part
-        return
-    part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-    if _is_8bit_transposed(g):
-        part = part.astype(jnp.float32).astype(g.dtype)
-    buffer.transpose((1, 0))[...] = part
-
-
-HARDWARE = Instructions(_zeros, _multiply, _settle, _round, _store)
-
-
-def _emulated_multiply(
-    g: Geometry, wg: jax.Array, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
-) -> jax.Array:  # fmt: skip
-    tile_m, _ = g.tile
-    layout = {"order": g.order, "m_major": g.a.turned, "n_major": g.b.turned}
-    sums = emulation.product(a[...], words[...], b[...], **layout)
-    plgpu.commit_smem()  # before the pipeline loads into this buffer again
-    return acc + lax.dynamic_slice_in_dim(sums, wg * tile_m, tile_m)
-
-
-def _emulated_store(g: Geometry, buffer: Ref, part: jax.Array) -> None:
-    buffer[...] = part.T if g.shape.transpose else part
-
-
-EMULATED = Instructions(
-    zeros=lambda g: jnp.zeros(g.tile, jnp.float32),
-    multiply=_emulated_multiply,
-    settle=lambda g, acc: acc,
-    round=lambda g, acc: acc.astype(g.dtype),
-    store=_emulated_store,
+from nmjax.core.refusal import Refusal
+from nmjax.core.value import Value
+from nmjax.kernels import cycles
+from nmjax.kernels.family import (
+    BARRIERS,
+    SHARED,
+    Family,
+    Shape,
+    Target,
+    division_refusal,
+    memory_refusal,
+    tiles_refusal,
 )
+
+PARTS = "multiplying in parts of K"
+
+
+@dataclass(frozen=True, repr=False)
+class HopperConfig(Value):
+    """The tiles of a product on Hopper. The best ones depend on shapes and device, and are measured.
+
+    >>> HopperConfig(tile_n=128, stages=6)
+    HopperConfig(tile_n=128,stages=6)
+    """
+
+    tile_m: int = 64  # rows of a warpgroup
+    tile_n: int = 256
+    tile_k: int = 64  # of 16-bit values; twice as many of 8-bit values
+    stages: int = 4
+    store_n: int = 64  # columns that are stored at once
+    band: int = 8  # tiles along N before the walk turns to the next row of tiles
+    cluster: str = ""  # "m": two blocks along M share B; "n": two blocks along N share A
+    warpgroups: int = 2
+    promote: bool = False  # add up each step's sums in f32, because FP8 tensor cores keep fewer bits of them
+    split: int = 1  # parts of K that different thread blocks sum, so that a small result has more tiles
+
+    @property
+    def rows(self) -> int:
+        """The rows of a thread block."""
+        return self.tile_m * self.warpgroups
+
+    def step(self, itemsize: int) -> int:
+        """Return the number of values along K that a step takes."""
+        return self.tile_k * 2 // itemsize
+
+
+class Hopper(Family):
+    """The kernels have run on an H100."""
+
+    name = "hopper"
+    devices = r"H100|H200|GH200|H800|H20\b"
+    capability = "9"
+    config = HopperConfig
+    sums = {f"{'' if p else 'not '}promoted": HopperConfig(tile_n=128, promote=p) for p in (False, True)}
+
+    def refusal(self, shape: Shape) -> Refusal | None:
+        """Ask for whole tiles, or whole pieces of the last ones."""
+        n = _granularity(shape) or 64
+        why = f", and {_why_whole(shape)}" if shape.n % n and n == 64 else ""
+        return tiles_refusal(shape, 64, n, 128 // shape.itemsize, why)
+
+    def config_refusal(self, shape: Shape, config: HopperConfig) -> Refusal | None:
+        """Ask for tiles that the instructions take, and that fit into shared memory."""
+        step = config.step(shape.itemsize)
+        sides = (config.tile_m, config.tile_n, config.tile_k)
+        if any(side < 64 or side % 64 for side in sides) or config.tile_n > 256:
+            return Refusal(f"{config}: the tile's sides are multiples of 64, and tile_n <= 256")
+        if config.store_n < 32 or config.store_n % 32 or config.tile_n % config.store_n:
+            return Refusal(f"{config}: store_n is a multiple of 32 and divides tile_n")
+        if config.warpgroups < 1 or config.band < 1 or config.cluster not in ("", "m", "n"):
+            return Refusal(f'{config}: warpgroups and band are at least 1, and cluster is "m", "n" or empty')
+        if config.tile_k > 128:
+            return Refusal(f"{config}: tile_k <= 128, because a row of a block has at most 128 bytes in shared memory")
+        if config.stages < 2:
+            return Refusal(f"{config}: stages must be at least 2")
+        # A in words of 64 rows; its last tile may reach beyond it if A is contiguous along K.
+        m = 64 if not shape.m_major else config.rows * (2 if config.cluster == "m" else 1)
+        n = _granularity(shape) or config.tile_n * (2 if config.cluster == "n" else 1)
+        refusal = division_refusal(shape, m, n, k=step)
+        if refusal is not None:
+            return refusal
+        if not 1 <= config.split <= shape.k // step:
+            return Refusal(f"{config}: split lies between 1 and the {shape.k // step} steps along K")
+        a_step, words_step = config.rows * step * shape.itemsize // 2, config.rows * step // 8
+        ring = config.stages * (a_step + words_step + config.tile_n * step * shape.itemsize)
+        slots = min(2, config.tile_n // config.store_n)
+        store = slots * config.rows * config.store_n * jnp.dtype(stored(shape, config)).itemsize
+        return memory_refusal(config, ring + store, SHARED - BARRIERS)
+
+    def candidates(self, shape: Shape, target: Target) -> list[HopperConfig]:
+        """Return all cuts, the fastest by the model first."""
+        clusters = ("m", "n", "")
+        if target.interpret and not versions.interprets_clusters():
+            clusters = ("",)
+        tiles = ((64, 256), (128, 192), (128, 128), (64, 192), (64, 128), (64, 64))
+        cuts = [(tile_m, tile_n, 64, stages) for tile_m, tile_n in tiles for stages in (4, 3)]
+        cuts += [(tile_m, tile_n, 128, 2) for tile_m, tile_n in tiles]
+        configs = [
+            HopperConfig(*cut, store_n, cluster=cluster, warpgroups=warpgroups, split=split)
+            for cut in cuts
+            for cluster in clusters
+            for store_n in (64, 32)
+            for warpgroups in (2, 1)
+            for split in cycles.splits(shape, cut[0] * warpgroups * cut[1], target)
+        ]
+        fitting = [config for config in configs if self.config_refusal(shape, config) is None]
+        return sorted(fitting, key=lambda config: _cycles(shape, config, target))
+
+    def checked(self, interpret: bool) -> list[HopperConfig]:
+        """Return tiles of several sizes, and clusters."""
+        if interpret:
+            clusters = ("", "m", "n") if versions.interprets_clusters() else ("",)
+            return [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
+        configs = [HopperConfig(), *(HopperConfig(cluster=c) for c in "mn"), HopperConfig(128, 128, band=1)]
+        return [*configs, HopperConfig(tile_n=64), HopperConfig(tile_n=128), HopperConfig(warpgroups=1)]
+
+    def speed(self, shape: Shape, config: HopperConfig, target: Target) -> float:
+        """Compare the cycles of the model."""
+        return cycles.dense(shape, target) / _cycles(shape, config, target)
+
+    def own_cases(self) -> dict[str, tuple[Shape, HopperConfig]]:
+        """Return a product whose K is cut."""
+        shape = Shape(256, 256, 1024, "bfloat16", True, True, True)
+        return {PARTS: (shape, HopperConfig(tile_n=64, store_n=32, split=3))}
+
+    def own_kinds(self, config: HopperConfig) -> tuple[str, ...]:
+        """Return the kind of a product whose K is cut."""
+        return (PARTS,) if config.split > 1 else ()
+
+
+HOPPER = Hopper()
+
+
+def stored(shape: Shape, config: HopperConfig) -> str:
+    """Return the dtype of what a kernel stores: that of the result, or float32 if parts of K are added up later."""
+    return "float32" if config.split > 1 else shape.out
+
+
+def _granularity(shape: Shape) -> int:
+    """Return what N must be a multiple of if the last tile along N reaches beyond the operand and the result on Hopper.
+
+    What lies beyond is loaded as zeros and not stored. Blocks in shared memory are cut into pieces, which have to be
+    whole: 8 rows of B, and 64 columns of a result that is contiguous along N.
+
+    Returns:
+      The number; 0 if the last tile has to be whole, because B is contiguous along N.
+    """
+    if shape.n_major:
+        return 0
+    return 8 * (2 // min(jnp.dtype(shape.out).itemsize, 2)) if shape.transpose else 64
+
+
+def _why_whole(shape: Shape) -> str:
+    """Return why N has to be a multiple of 64."""
+    operand = "the dense operand" if shape.n_major else "the result"
+    return f"{operand} is contiguous along N"
+
+
+def _cycles(shape: Shape, config: HopperConfig, target: Target) -> float:
+    """Return the cycles of a packed product on Hopper."""
+    alone = 1 if config.warpgroups > 1 or config.tile_m > 64 else 1.4  # of a single chain of instructions: assumed
+    tile = config.rows, config.tile_n
+    tiled = cycles.tiled(shape, stored(shape, config), tile, config.split, True, target)
+    return alone * tiled / cycles.EFFICIENCY["sparse"]

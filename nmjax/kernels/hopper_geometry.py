@@ -9,8 +9,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from nmjax.kernels.family import Shape
+from nmjax.kernels.hopper import HopperConfig, stored
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.limits import HopperConfig, Shape, stored
 
 Ref = Any  # a reference to memory of the device, inside a kernel
 

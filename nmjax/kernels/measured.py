@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nmjax.kernels.limits import FAMILIES, Config, Shape, config_refusal
+from nmjax.kernels.family import Config, Shape
+from nmjax.kernels.limits import FAMILIES, config_refusal, family_of
 
 SHIPPED = Path(__file__).parent / "tables"
 KERNELS = 1  # the version of the kernels: a change that changes which tiles are fastest adds 1
@@ -99,7 +100,7 @@ def read(path: Path, kind: str | None = None) -> tuple[Row, ...]:
 
 def row_of(row: dict[str, Any]) -> Row:
     """Read a row of a table's file."""
-    found = Row(Shape(**row["shape"]), FAMILIES[row["family"]](**row["config"]), float(row["speed"]))
+    found = Row(Shape(**row["shape"]), FAMILIES[row["family"]].config(**row["config"]), float(row["speed"]))
     refusal = config_refusal(found.shape, found.config) if min(found.shape.sides) > 0 else "a size is not positive"
     if refusal is not None or not 0 < found.speed < math.inf:
         raise ValueError(f"{row}: {refusal or 'the speed is not a positive number'}")
@@ -149,6 +150,5 @@ def _as_json(row: Row) -> dict[str, Any]:
         values = {f.name: getattr(value, f.name) for f in fields(value)}
         return {f.name: values[f.name] for f in fields(value) if values[f.name] != f.default}
 
-    family = next(family for family, kind in FAMILIES.items() if isinstance(row.config, kind))
-    found = {"family": family, "shape": changed(row.shape), "config": changed(row.config)}
+    found = {"family": family_of(row.config).name, "shape": changed(row.shape), "config": changed(row.config)}
     return found | {"speed": float(f"{row.speed:.4g}")}

@@ -9,16 +9,15 @@ from jaxtyping import Array, Float
 
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, check, tuning
+from nmjax.kernels.family import Config, Shape, Target
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import (
     FAMILIES,
-    Config,
-    Shape,
     operands_refusal,
     product_refusal,
     shape_of,
 )
-from nmjax.kernels.targets import Target, target as target_of
+from nmjax.kernels.targets import target as target_of
 
 
 def spmm(
@@ -62,8 +61,9 @@ def spmm(
     b = jnp.asarray(b)
     if scale is not None and jnp.shape(scale) not in ((), b.shape[:-2]):
         raise ValueError(f"spmm: scale is a number, or has the batch's shape {b.shape[:-2]}, got {jnp.shape(scale)}.")
-    if config is not None and not isinstance(config, tuple(FAMILIES.values())):
-        names = ", ".join(f"nm.kernels.{kind.__name__}" for kind in FAMILIES.values())
+    kinds = tuple(family.config for family in FAMILIES.values())
+    if config is not None and not isinstance(config, kinds):
+        names = ", ".join(f"nm.kernels.{kind.__name__}" for kind in kinds)
         raise TypeError(f"spmm: config is one of {names}, got {config!r}.")
     packed, b = jax.tree.map(_underived, (packed, b))
     if dtype is None:

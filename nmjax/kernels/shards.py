@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nmjax.kernels.limits import Shape, product_refusal
-from nmjax.kernels.targets import Target
+from nmjax.kernels.family import Shape, Target
+from nmjax.kernels.limits import product_refusal
 
 Axes = tuple[str, ...]
 """The axes of a mesh that cut one axis of an array; () if it is not cut."""

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
 from nmjax.core.refusal import Refusal
-from nmjax.core.value import Value
+from nmjax.kernels.family import Target
+from nmjax.kernels.limits import FAMILIES
 
 BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
 """The ways to compute products of pruned operands.
@@ -28,31 +28,6 @@ BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
 - ``"interpret"``: a kernel simulated on the CPU, for tests with small arrays. A product takes seconds. A program with
   several products needs ``NPROC=16`` in the environment, so that XLA has enough threads that can wait.
 """
-
-_FAMILIES = {
-    r"H100|H200|GH200|H800|H20\b": "hopper",
-    r"B100|B200|GB200|B300|GB300": "blackwell",
-    r"A100|A800|A30\b|A40\b|A10\b|RTX 30|RTX A|L4\b|L40|RTX 40": "ampere",
-}
-
-
-@dataclass(frozen=True, repr=False)
-class Target(Value):
-    """A device that kernels are traced for.
-
-    >>> str(Target("NVIDIA H200", "hopper", 132))
-    "hopper's kernels"
-    """
-
-    kind: str
-    family: str  # "hopper", "ampere" or "blackwell"
-    cores: int  # streaming multiprocessors
-    interpret: bool = False
-    devices: int = 1  # among which XLA may cut arrays
-
-    def __str__(self) -> str:
-        parts = f", split over {self.devices} devices" if self.devices > 1 else ""
-        return f"{self.family}'s kernels{', simulated' if self.interpret else ''}{parts}"
 
 
 @contextmanager
@@ -103,7 +78,8 @@ def target(backend: str) -> Target | Refusal:
         return Refusal(f"{kind} has no sparse tensor cores")
     family = _family(kind, capability)
     if family is None:
-        return Refusal(f"{kind}: there are kernels for Hopper, Blackwell and Ampere only")
+        *most, last = (name.capitalize() for name in FAMILIES)
+        return Refusal(f"{kind}: there are kernels for {', '.join(most)} and {last} only")
     if isinstance(devices, Refusal):
         if backend == "auto":
             return devices
@@ -136,9 +112,9 @@ def check_backend(backend: str) -> None:
 
 
 def _family(kind: str, capability: str | None) -> str | None:
-    if capability:
-        return {"8": "ampere", "9": "hopper", "10": "blackwell"}.get(capability.split(".")[0])
-    return next((family for pattern, family in _FAMILIES.items() if re.search(pattern, kind)), None)
+    number = (capability or "").split(".")[0]
+    own = lambda family: family.capability == number if number else re.search(family.devices, kind)
+    return next((family.name for family in FAMILIES.values() if own(family)), None)
 
 
 def _devices(mesh: AbstractMesh) -> int | Refusal:

@@ -1,6 +1,8 @@
-"""Pack 4 x 4 tiles with Mosaic: along both axes at once, and in FP8.
+"""Pack 4 x 4 tiles in one pass: along both axes at once, and in FP8, in the formats that products take.
 
-`nmjax.kernels.compress.compress_both` and `nmjax.kernels.copies.copies` do the same with Triton.
+FP8 tensor cores take both operands contiguous along k. If two products contract a tensor along different axes, they
+need it twice, once transposed. A form is scaled so that its largest value, or a bound of it, fits the format, and comes
+with the factor that undoes this.
 
 A warpgroup takes a block of 64 x 64 values, which is 16 x 16 tiles. A kernel holds a block as 16 arrays of 16 x 16, one
 for each member of a tile. A thread holds two tiles. They are in the same column, two rows apart.
@@ -28,16 +30,33 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float, Int, UInt
 
 from nmjax.core.pruner import Pruner
-from nmjax.kernels.compress import BLOCK, crowded, pairs, together, unpaired
-from nmjax.kernels.copies import FOUR, form_of, kept_bytes, rounded, words_of_bytes
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import Copy
-from nmjax.kernels.packing import call, iota, loaded, of_registers, program, store
+from nmjax.kernels.packing import (
+    BLOCK,
+    Place,
+    apart,
+    as_words16,
+    call,
+    crowded,
+    iota,
+    loaded,
+    of_registers,
+    pairs,
+    store,
+    together,
+    uniform,
+    uniforms,
+    unpaired,
+)
 from nmjax.kernels.targets import result
-from nmjax.pruners import identity
+from nmjax.pruners import float8, identity
 
 Ref = Any  # a reference to a block of an array, inside a kernel
 Scalar = Any  # a value of MLIR
+Lines = list[list[jax.Array]]  # four lines of four members of 4 x 4 tiles
+
+FOUR = range(4)
 
 _TILES = BLOCK // 4
 _ROWS, _COLUMNS = ("r3", "r2", "r1", "r0"), ("c3", "c2", "c1", "c0")
@@ -104,7 +123,13 @@ _PAIRED = _layout(_ROWS, _COLUMNS, each=2)
 def compress_both(
     x: Float[Array, "batch r c"], pruner: Pruner = identity, *, interpret: bool = False
 ) -> tuple[Packed, Packed]:  # fmt: skip
-    """Pack arrays along both axes. The arguments are those of `nmjax.kernels.compress.compress_both`."""
+    """Pack arrays along their last axis, and along the one before it.
+
+    Args:
+      x: 16-bit values, with sides that divide by 64.
+      pruner: A pruner of 4 x 4 tiles, as `transposable`. With `identity` the arrays are 2:4 along both axes already.
+      interpret: True to run on a CPU.
+    """
     batch, rows, columns = x.shape
     i, j = rows // BLOCK, columns // BLOCK
     like = lambda *shape: result(shape, jnp.uint32, x)
@@ -117,20 +142,20 @@ def compress_both(
     body = partial(_both, pruner=pruner, dtype=x.dtype, emulated=interpret)
     values, places, values_down, places_down = call(body, outputs, (batch, i, j), (_seen(x),), interpret)
     form = lambda values, places, shape, axis: Packed(
-        unpaired(values, x.dtype).reshape(shape), places.reshape(*places.shape[:3], 128), axis, 2, 4, "words16"
+        unpaired(values, x.dtype).reshape(shape), as_words16(places), axis, 2, 4, "words16"
     )
     across = form(values, places, (batch, rows, columns // 2), -1)
     return across, form(values_down, places_down, (batch, rows // 2, columns), -2)
 
 
 def _both(
-    seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner, dtype: jnp.dtype,
-    emulated: bool,
+    at: Place, seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner,
+    dtype: jnp.dtype, emulated: bool,
 ) -> None:  # fmt: skip
     """Prune and pack tiles: four groups along axis -1, and four along axis -2."""
-    b, i, j = program()
+    b, i, j = at
     rows, columns, put = pl.ds(i * _TILES, _TILES), pl.ds(j * _TILES, _TILES), partial(store, emulated=emulated)
-    tile = _members(seen, dtype, emulated)
+    tile = _members(at, seen, dtype, emulated)
     tile = tile if pruner == identity else pruner.kernel_form.tile(tile)
     packed = partial(two_of_four, crowded=crowded(pruner, dtype))
     across, down = [packed(line) for line in tile], [packed([line[c] for line in tile]) for c in FOUR]
@@ -147,7 +172,18 @@ def copies(
     x: Float[Array, "batch r c"], words: UInt[Array, "s n"], factors: Float[Array, "s f"], origin: Int[Array, "3"], *,
     wanted: tuple[Copy, ...], whole: tuple[int, int, int], interpret: bool = False,
 ) -> list[jax.Array | Packed]:  # fmt: skip
-    """Make FP8 forms of arrays. The arguments are those of `nmjax.kernels.copies.copies`."""
+    """Make FP8 forms of arrays.
+
+    Args:
+      x: 16-bit values. R divides by 128 and C by 64.
+      words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves
+        arrays i * batch/S to (i + 1) * batch/S - 1 of the whole batch, which also share one scale.
+      factors: What `factors_of` returns.
+      origin: Where x begins in the whole array: [batch, row, column]. Zeros if x is the whole one.
+      wanted: The forms.
+      whole: The shape of the whole array, which numbers the groups for the noise.
+      interpret: True to run on a CPU.
+    """
     batch, rows, columns = x.shape
     like = lambda dtype, *shape: result((batch, *shape), dtype, x, words, factors)
     outputs: list[jax.ShapeDtypeStruct] = []
@@ -159,32 +195,50 @@ def copies(
     grid = (batch, rows // BLOCK, columns // BLOCK)
     made = iter(call(body, outputs, grid, (words, factors, origin, _seen(x)), interpret))
     lines = lambda v: v.reshape(batch, -1, v.shape[-1])
-    return [form_of(copy, [lines(next(made)) for _ in range(1 + copy.packed)]) for copy in wanted]
+    return [_form_of(copy, [lines(next(made)) for _ in range(1 + copy.packed)]) for copy in wanted]
+
+
+def factors_of(
+    x: Float[Array, "batch r c"], beta: Float[Array, " s"], wanted: tuple[Copy, ...]
+) -> Float[Array, "s f"]:  # fmt: skip
+    """Return a scale of `soft`, and then a scale of each form, for each of the S parts of a batch."""
+    largest = jax.vmap(float8.largest)(x.reshape(len(beta), -1, *x.shape[1:]))
+    scales = [float8.scale(largest * copy.pruner.kernel_form.growth(beta), copy.format) for copy in wanted]
+    return jnp.stack([beta, *scales], 1)
+
+
+def _form_of(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
+    """Return a copy, given the arrays of words that the kernel wrote: their bits are viewed as FP8 values."""
+    dtype = float8.FORMATS[copy.format]
+    flat = lambda v: lax.bitcast_convert_type(v, dtype).reshape(*v.shape[:-1], -1)
+    if not copy.packed:
+        return flat(arrays[0])
+    return Packed(flat(arrays[0]), arrays[1], -1, 2, 4, "words8")
 
 
 def _copies(
-    words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
+    at: Place, words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
     whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
 ) -> None:  # fmt: skip
     """Write the blocks of all forms."""
-    b, i, j = program()
-    tile, refs = _members(seen, dtype, emulated), iter(outputs)
-    first = [at // 4 + block * _TILES for at, block in ((origin[1], i), (origin[2], j))]
+    b, i, j = at
+    tile, refs = _members(at, seen, dtype, emulated), iter(outputs)
+    first = [start // 4 + block * _TILES for start, block in ((origin[1], i), (origin[2], j))]
     tiles = [first[d] + iota((_TILES, _TILES), d, _TILED, emulated) for d in range(2)]
     for number, copy in enumerate(wanted):
-        groups = [rounded(tile, copy, line, words, factors, number, whole, (origin[0] + b, *tiles)) for line in FOUR]
-        at = (b, j, i) if copy.turns else (b, i, j)
+        groups = [_rounded(tile, copy, line, words, factors, number, whole, (origin[0] + b, *tiles)) for line in FOUR]
+        there = (b, j, i) if copy.turns else at
         if not copy.packed:
-            _write_lines(copy, words_of_bytes(copy, groups), next(refs), at, emulated)
+            _write_lines(copy, _words_of_bytes(copy, groups), next(refs), there, emulated)
             continue
-        kept = [kept_bytes(copy, group) for group in groups]
-        _write_lines(copy, [both for both, _ in kept], next(refs), at, emulated)
+        kept = [_kept_bytes(copy, group) for group in groups]
+        _write_lines(copy, [both for both, _ in kept], next(refs), there, emulated)
         places = _gathered([nibble for _, nibble in kept], _DOWN8 if copy.turns else _ACROSS8, emulated)
-        store(next(refs).at[b, pl.ds(at[1] * BLOCK, BLOCK), pl.ds(at[2] * 2, 2)], places, emulated)
+        store(next(refs).at[b, pl.ds(there[1] * BLOCK, BLOCK), pl.ds(there[2] * 2, 2)], places, emulated)
 
 
 def _write_lines(
-    copy: Copy, lines: list[UInt[Array, "16 16"]], output: Ref, at: tuple[Any, ...], emulated: bool
+    copy: Copy, lines: list[UInt[Array, "16 16"]], output: Ref, at: Place, emulated: bool
 ) -> None:  # fmt: skip
     """Write the four lines of tiles to the block ``at`` of a form."""
     b, i, j = at
@@ -192,6 +246,48 @@ def _write_lines(
         word = _turned(word, emulated) if copy.turns else word
         block = output.at[b, pl.ds(i * _TILES, _TILES), line, pl.ds(j * _TILES, _TILES)]
         store(block, word.astype(output.dtype), emulated)
+
+
+def _rounded(
+    tile: Lines, copy: Copy, line: int, words: Ref, factors: Ref, number: int, whole: tuple[int, ...],
+    at: tuple[jax.Array, ...],
+) -> list[UInt[Array, "r c"]]:  # fmt: skip
+    """Prune and round one line of the tile's members, a group of four, and return their bytes.
+
+    Args:
+      tile: The 16 members of the tiles, by row and column.
+      copy: The form that is wanted.
+      line: A row of the tiles if the axis of the form is -1, and a column if it is -2.
+      words, factors, whole: As in `copies`.
+      number: The index of the form in ``wanted``.
+      at: The array's index in the whole batch, and the row and column of each tile in the whole array, in tiles.
+    """
+    down = copy.axis == -2
+    x = [tile[i][line] for i in FOUR] if down else tile[line]
+    (index, row, column), share = at, whole[0] // words.shape[0]
+    row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
+    groups = (whole[1] // 4, whole[2]) if down else (whole[1], whole[2] // 4)
+    numbers, last = (index, share, groups, row, column), words.shape[1] - 2
+    u = uniforms(words, last, *numbers) if copy.pruner.facts.stochastic else None
+    r = uniform(words, *numbers, last) if copy.rounding == "random" else None
+    beta, scale = factors[index // share, 0], factors[index // share, 1 + number]
+    x = x if copy.pruner == identity else copy.pruner.kernel_form.members(x, u, beta)
+    byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
+    return [byte(v).astype(jnp.uint32) for v in x]
+
+
+def _kept_bytes(copy: Copy, group: list[UInt[Array, "r c"]]) -> tuple[UInt[Array, "r c"], UInt[Array, "r c"]]:
+    """Return the two kept bytes of each group, with the first in the low byte, and the group's nibble."""
+    crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
+    first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
+    return first | second << np.uint32(8), nibble
+
+
+def _words_of_bytes(copy: Copy, groups: Lines) -> list[UInt[Array, "r c"]]:
+    """Return the four lines of the form's tiles, each as words of four bytes."""
+    groups_lie_as_words = (copy.axis == -2) == copy.turns
+    lines = groups if groups_lie_as_words else [[group[line] for group in groups] for line in FOUR]
+    return [sum((v << np.uint32(8 * i) for i, v in enumerate(line) if i), line[0]) for line in lines]
 
 
 # ---- shared parts ----
@@ -203,13 +299,12 @@ def _seen(x: Float[Array, "batch r c"]) -> UInt[Array, "batch i 4 words"]:
     return pairs(x, 2)[..., 0].reshape(batch, rows // 4, 4, columns // 2)
 
 
-def _members(seen: Ref, dtype: jnp.dtype, emulated: bool) -> list[list[Float[Array, "16 16"]]]:
+def _members(at: Place, seen: Ref, dtype: jnp.dtype, emulated: bool) -> Lines:
     """Load the 16 members of a block's tiles."""
-    b, i, j = program()
-    bits = lambda v: lax.bitcast_convert_type(v.astype(jnp.uint16), dtype)
+    b, i, j = at
     block = lambda line: seen.at[b, pl.ds(i * _TILES, _TILES), line, pl.ds(j * (BLOCK // 2), BLOCK // 2)]
     lines = [_halves(loaded(block(line), _PAIRED, emulated), emulated) for line in FOUR]
-    return [[bits(v) for word in line for v in (word & np.uint32(0xFFFF), word >> np.uint32(16))] for line in lines]
+    return [[v for word in line for v in apart(word, dtype)] for line in lines]
 
 
 def _halves(words: UInt[Array, "16 32"], emulated: bool) -> list[UInt[Array, "16 16"]]:

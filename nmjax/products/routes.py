@@ -323,7 +323,7 @@ def _refusal(case: Case, layout: Layout | Refusal) -> Refusal | None:
     """Return why no product of a layer runs in a kernel."""
     if isinstance(case.device, Refusal):
         return case.device
-    if case.backend == "auto" and case.device.family == "blackwell" and not case.tiles:
+    if case.backend == "auto" and limits.FAMILIES[case.device.family].tuned_only and not case.tiles:
         return Refusal(f"no tiles have been measured on {case.device.kind}: run python -m experiments.bench tune")
     return layout if isinstance(layout, Refusal) else None
 
@@ -379,7 +379,7 @@ def _result_dtype(product: str, case: Case) -> str:
 
 def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None:
     """Return why operands cannot be held in FP8; None if they can."""
-    if device.family == "ampere":
+    if not limits.FAMILIES[device.family].fp8:
         return Refusal(f"{device.kind} has no FP8 tensor cores")
     return next(filter(None, (limits.copies_refusal(layout.sides(o)) for o in OPERANDS[product])), None)
 

@@ -19,7 +19,7 @@ Who rounds to FP8, and when:
   has none.
 - A product can run in FP8 if both of its operands have a storage, for dx those of ``dlhs_g`` and ``dlhs_rhs``
   (``routes._formats``). It does if the device, the layout, the dtypes and the backend allow it (``routes._route``).
-- In FP8, the kernel that makes a form rounds it: `nmjax.products.forms` asks for it, `nmjax.kernels.copies` does it.
+- In FP8, the kernel that makes a form rounds it: `nmjax.products.forms` asks for it, `nmjax.kernels.tiles` does it.
 - Otherwise XLA simulates the rounding: of forward operands in ``rule._stored``; of backward operands in
   ``rule.ruled_backward``, which calls the slot's pruner, and that ends in the `fp8`; of 16-bit forms in
   ``forms._want``.

@@ -6,8 +6,8 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import versions
-from nmjax.kernels import calls, check, compress, tuning
-from nmjax.kernels.limits import HopperConfig, Shape
+from nmjax.kernels import HopperConfig, calls, check, hopper, packing, tiles, tuning
+from nmjax.kernels.limits import Shape
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, transposable
 
@@ -22,8 +22,9 @@ def test_every_kind_is_right_in_the_interpreter():
 @pytest.mark.kernels
 def test_wrong_kernels_are_found_by_their_kind(monkeypatch):
     """Two words swapped: packing is wrong, and products of arrays that XLA has packed are right."""
-    right = compress.as_words16
-    monkeypatch.setattr(compress, "as_words16", lambda places: right(places)[..., ::-1])
+    right = packing.as_words16
+    for file in (packing, tiles):
+        monkeypatch.setattr(file, "as_words16", lambda places: right(places)[..., ::-1])
     caches = calls._compression, calls._compression_both
     try:
         for cache in caches:
@@ -45,7 +46,7 @@ def test_every_kind_of_a_product_is_checked():
     assert check.kinds_of(None) == (check.FP8_FORMS,)
     assert check.kinds_of(Shape(128, 128, 128, "float8_e5m2")) == (check.FP8, check.FP8_FORMS)
     split = check.kinds_of(Shape(128, 128, 128), mse(2, 4), HopperConfig(split=2))
-    assert (split[-1], known >= set(split)) == (check.PARTS, True)
+    assert (split[-1], known >= set(split)) == (hopper.PARTS, True)
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"])

@@ -17,10 +17,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import nmjax as nm
 from experiments.bench.silicon import rows
 from nmjax.core import versions
-from nmjax.kernels import activations, ampere, blackwell, compress, copies, hopper, packing, tiles, tuning
+from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, activations, packing, tiles, tuning
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Copy, HopperConfig, Shape, config_refusal
-from nmjax.kernels.targets import Target
+from nmjax.kernels.limits import Copy, Shape, config_refusal, family_of
 from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
 
 pytestmark = pytest.mark.sampled
@@ -56,69 +55,58 @@ def lowered(f, *shapes) -> str:
 LAYOUTS = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
 
 
-def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16", n=SIZE, **cut):
+def product(config, kind="bfloat16", layout=(False, False, False), out="bfloat16", n=SIZE):
     """A kernel as a function of its operands, and their shapes."""
-    config = (HopperConfig if kernel is hopper else AmpereConfig)(**cut)
     return product_of(Shape(SIZE, n, SIZE, kind, *layout, out), config)
 
 
 def product_of(of, config):
     """The same for any shape."""
-    kernel = {HopperConfig: hopper, AmpereConfig: ampere, BlackwellConfig: blackwell}[type(config)]
-    options = {"b_axis": -2 if of.n_major else -1, "transpose": of.transpose, "dtype": jnp.dtype(of.out)}
-    options |= {"config": config} | ({"blocks": 132} if kernel is hopper else {})
-    return lambda a, b, s: kernel.spmm(a, b, s, **options), *operands(of), shape(1, dtype=jnp.float32)
+    family = family_of(config)
+    target = Target("any", family.name, 132)
+    return lambda a, b, s: family.spmm(a, b, s, of, config, target), *operands(of), shape(1, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_hopper_lowers_in_every_layout(layout):
     assert "wgmma.mma_async.sp.sync.aligned.m64n256k32.f32.bf16.bf16" in lowered(
-        *product(hopper, layout=layout, cluster="m")
+        *product(HopperConfig(cluster="m"), layout=layout)
     )
 
 
 def test_hopper_lowers_in_fp8():
-    text = lowered(*product(hopper, "float8_e4m3fn", (False, False, True), promote=True, tile_n=128))
+    text = lowered(*product(HopperConfig(promote=True, tile_n=128), "float8_e4m3fn", (False, False, True)))
     assert "wgmma.mma_async.sp.sync.aligned.m64n128k64.f32.e4m3.e4m3" in text
 
 
 @pytest.mark.skipif(not versions.has_warp_products(), reason="this jax has no layouts for Ampere's instructions")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ampere_lowers_in_every_layout(layout):
-    assert "mma.sp::ordered_metadata.sync.aligned.m16n8k32" in lowered(*product(ampere, layout=layout))
+    assert "mma.sp::ordered_metadata.sync.aligned.m16n8k32" in lowered(*product(AmpereConfig(), layout=layout))
 
 
 def test_too_much_shared_memory_is_refused_before_it_is_compiled():
     assert "of shared memory" in str(config_refusal(Shape(SIZE, SIZE, SIZE), HopperConfig(stages=6)))
     with pytest.raises(ValueError, match="exceeds available shared memory"):
-        lowered(*product(hopper, stages=6))
+        lowered(*product(HopperConfig(stages=6)))
 
 
 PACKED = {f"{p} along {axis}": {"axis": axis, "pruner": p} for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)}  # fmt: skip
 PRODUCERS = {
-    **{name: (compress.compress, options) for name, options in PACKED.items()},
+    **{name: (packing.compress, options) for name, options in PACKED.items()},
     **{
-        f"{activation.__name__} and mvue": (compress.compress_activated, {"activation": activation, "pruner": mvue(2, 4)})
+        f"{activation.__name__} and mvue": (packing.compress_activated, {"activation": activation, "pruner": mvue(2, 4)})
         for activation in activations._DERIVATIVES
     },
-    "both, transposable": (compress.compress_both, {"pruner": transposable(2, 4)}),
-    "x of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
-    "g of S-STE in FP8": (copies.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
-    "w of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3", packed=True, pruner=soft(2, 4), axis=-2), Copy("e5m2", pruner=soft(2, 4), axis=-2))}),
+    "both, transposable": (tiles.compress_both, {"pruner": transposable(2, 4)}),
+    "x of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
+    "g of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
+    "w of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e4m3", packed=True, pruner=soft(2, 4), axis=-2), Copy("e5m2", pruner=soft(2, 4), axis=-2))}),
 }  # fmt: skip
 
 
-IN_MOSAIC = {
-    compress.compress: packing.compress,
-    compress.compress_activated: packing.compress_activated,
-    compress.compress_both: tiles.compress_both,
-    copies.copies: tiles.copies,
-}
-BY_MOSAIC = {f"{name} by Mosaic": (IN_MOSAIC[make], options) for name, (make, options) in PRODUCERS.items()}
-
-
 def producer(name):
-    make, options = (PRODUCERS | BY_MOSAIC)[name]
+    make, options = PRODUCERS[name]
     origin = shape(3, dtype=jnp.int32)
     if "both" in name:
         extra = []
@@ -134,13 +122,7 @@ def producer(name):
 
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_producers_lower(name):
-    assert lowered(*producer(name)).count("triton") == 1  # one kernel, of one reading
-
-
-@pytest.mark.parametrize("name", BY_MOSAIC)
-def test_producers_lower_without_triton(name):
-    text = lowered(*producer(name))
-    assert ("triton" in text, "mosaic_gpu" in text) == (False, True)
+    assert lowered(*producer(name)).count("@mosaic_gpu") == 1  # one kernel, of one reading
 
 
 @pytest.mark.parametrize("text", ["s_ste()", "s_ste(fp8=True)", "fst()", "bdwp()", "sdgp(over='group')"])
@@ -156,7 +138,7 @@ def test_gradients_lower_with_kernels(text):
 
     made = lowered(gradients, shape(8, 4096, 4096), shape(4096, 16384), state, shape(2, dtype=jnp.uint32))
     assert "wgmma.mma_async.sp" in made
-    assert ("triton" in made) == ("fp8" not in text)  # Mosaic makes FP8 forms
+    assert "triton" not in made
 
 
 # ---- machine code ----
@@ -277,42 +259,41 @@ PARTS = """
         return jax.grad(loss, (0, 1))(x, w)
     with jax.sharding.use_abstract_mesh(abstract):
         text = jax.jit(step).trace(shape((65536, 4096), "data"), shape((4096, 4096))).lower().compile().as_text()
-    print(len(re.findall(r"mosaic_gpu_v2", text)), len(re.findall(r"xla.gpu.triton", text)), *re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?[(]", text))
+    print(len(re.findall(r"mosaic_gpu_v2", text)), *re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?[(]", text))
 """
 
 
 @pytest.mark.processes
 @compiled
-@pytest.mark.parametrize(
-    ("text", "mosaic", "triton", "sums"), [("s_ste()", 1, 1, 1), ("fst()", 3, 1, 1), ("s_ste(fp8=True)", 4, 0, 2)]
-)
-def test_four_devices_multiply_their_parts(text, mosaic, triton, sums):
+@pytest.mark.parametrize(("text", "kernels", "sums"), [("s_ste()", 2, 1), ("fst()", 4, 1), ("s_ste(fp8=True)", 4, 2)])
+def test_four_devices_multiply_their_parts(text, kernels, sums):
     """dw is summed, and in FP8 the largest values are compared. No array is gathered."""
     some = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     run = apart(PARTS, some, cuda=str(disassembler()), text=text)
-    assert run.stdout.split() == [str(mosaic), str(triton), *["all-reduce"] * sums]
+    assert run.stdout.split() == [str(kernels), *["all-reduce"] * sums]
 
 
 def programs() -> dict:
     """Return what is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
+    clustered = HopperConfig(cluster="m")
     cuts = {
-        "fwd": product(hopper, layout=(True, False, True), cluster="m"),
-        "dlhs": product(hopper, layout=(False, False, False), cluster="m"),
-        "drhs": product(hopper, layout=(True, True, True), cluster="m"),
-        "f16": product(hopper, "float16", cluster="m", out="float16"),
-        "f32 result": product(hopper, store_n=32, out="float32"),
-        "tall": product(hopper, tile_m=128, tile_n=128, cluster="n"),
-        "narrow": product(hopper, tile_n=64),
-        "split": product(hopper, layout=(True, True, True), store_n=32, split=3),
-        "partial": product(hopper, layout=(True, False, True), cluster="m", n=SIZE - 24),
-        "partial rows": product(hopper, n=SIZE - 64, tile_m=128, tile_n=192, store_n=32),
-        "256 x 192": product(hopper, layout=(True, True, True), tile_m=128, tile_n=192, store_n=32, stages=4),
-        "long steps": product(hopper, layout=(True, False, True), tile_k=128, stages=2, tile_n=128),
-        "forward in FP8": product(hopper, "float8_e4m3fn", (False, False, True), cluster="m"),
-        "backward in FP8": product(hopper, "float8_e5m2", (False, False, True), cluster="m"),
-        "promoted in FP8": product(hopper, "float8_e5m2", promote=True, tile_n=128),
+        "fwd": product(clustered, layout=(True, False, True)),
+        "dlhs": product(clustered),
+        "drhs": product(clustered, layout=(True, True, True)),
+        "f16": product(clustered, "float16", out="float16"),
+        "f32 result": product(HopperConfig(store_n=32), out="float32"),
+        "tall": product(HopperConfig(128, 128, cluster="n")),
+        "narrow": product(HopperConfig(tile_n=64)),
+        "split": product(HopperConfig(store_n=32, split=3), layout=(True, True, True)),
+        "partial": product(clustered, layout=(True, False, True), n=SIZE - 24),
+        "partial rows": product(HopperConfig(128, 192, store_n=32), n=SIZE - 64),
+        "256 x 192": product(HopperConfig(128, 192, store_n=32), layout=(True, True, True)),
+        "long steps": product(HopperConfig(tile_n=128, tile_k=128, stages=2), layout=(True, False, True)),
+        "forward in FP8": product(clustered, "float8_e4m3fn", (False, False, True)),
+        "backward in FP8": product(clustered, "float8_e5m2", (False, False, True)),
+        "promoted in FP8": product(HopperConfig(tile_n=128, promote=True), "float8_e5m2"),
     }
-    return cuts | of_silicon() | {name: producer(name) for name in PRODUCERS | BY_MOSAIC}
+    return cuts | of_silicon() | {name: producer(name) for name in PRODUCERS}
 
 
 def of_silicon() -> dict:
@@ -331,9 +312,9 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
     told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
     run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()), family="hopper", programs="programs")
-    for name in (name for name in programs() if name not in PRODUCERS):
+    for name in programs():
         text = without_spills(tmp_path / name)
-        if name in BY_MOSAIC:
+        if name in PRODUCERS:
             continue
         assert "C75" not in run.stdout + run.stderr + text["ptxas"], f"{name}: its instructions are put in a row"
         if disassembler():

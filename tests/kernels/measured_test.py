@@ -2,16 +2,16 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import nmjax as nm
-from nmjax.kernels import calls, measured, tuning
+from nmjax.kernels import AmpereConfig, HopperConfig, calls, measured, tuning
 from nmjax.kernels.format import pack
-from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape
+from nmjax.kernels.hopper import HOPPER, Hopper
+from nmjax.kernels.limits import Shape
 from nmjax.kernels.measured import Row
 from nmjax.kernels.targets import Target
 from nmjax.products.operations import as_dot
@@ -94,11 +94,11 @@ def test_products_follow_a_table_that_is_written_after_them(monkeypatch):
     """The kernel is faked. It notes its tiles."""
     seen = []
 
-    def spmm(packed, b, scale, *, config, **options):
+    def spmm(self, packed, b, scale, shape, config, target):
         seen.append(config)
-        return jnp.zeros((*packed.shape[:-1], b.shape[-1]), options["dtype"])
+        return jnp.zeros((*packed.shape[:-1], b.shape[-1]), shape.out)
 
-    monkeypatch.setattr(calls, "_kernels", lambda: SimpleNamespace(hopper=SimpleNamespace(spmm=spmm)))
+    monkeypatch.setattr(Hopper, "spmm", spmm)
     a, b = pack(jnp.zeros((1, 128, 128), jnp.bfloat16), -1), jnp.zeros((1, 128, 64), jnp.bfloat16)
     shape = Shape(128, 64, 128, n_major=True)
     calls.run(a, b, None, shape=shape, target=H200)
@@ -159,6 +159,6 @@ def test_the_shipped_speeds_are_near_the_estimates():
     target = Target("NVIDIA H100 80GB HBM3", "hopper", 132)
     rows = measured.read(path, target.kind)
     best = [tuning.candidates(row.shape, target)[0] for row in rows]
-    ratios = [row.speed / tuning._estimate(row.shape, config, target) for row, config in zip(rows, best, strict=True)]
+    ratios = [row.speed / HOPPER.speed(row.shape, config, target) for row, config in zip(rows, best, strict=True)]
     assert len(ratios) == 12
     assert (round(min(ratios), 2), round(max(ratios), 2)) == (0.84, 1.39)

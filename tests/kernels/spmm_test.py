@@ -1,4 +1,4 @@
-"""Packed products of interpreted kernels, compared with float64, and the layout of operands in shared memory."""
+"""Packed products of interpreted kernels, compared with float64: families x layouts x dtypes, and what is special."""
 
 import itertools
 
@@ -10,22 +10,37 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import versions
-from nmjax.kernels import ampere, hopper, tuning
-from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape, config_refusal, product_refusal
-from nmjax.kernels.targets import Target
-from nmjax.pruners import mse
+from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, blackwell_spmm, tuning
+from nmjax.kernels.limits import FAMILIES, Shape, config_refusal, family_of, product_refusal
+from nmjax.products.operations import as_dot
+from nmjax.products.routes import explain
 from tests.kernels.format_test import two_of_four
 
 ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-18}  # of the result's rounding; sums are float32
+DEVICES = {
+    "hopper": Target("NVIDIA H200", "hopper", 132),
+    "ampere": Target("NVIDIA A100", "ampere", 108),
+    "blackwell": Target("NVIDIA B200", "blackwell", 148),
+}
+H200, B200 = DEVICES["hopper"], DEVICES["blackwell"]
 
 
-def operands(m, n, k, dtype, m_major, n_major, other=None, batch=1, seed=0):
+@pytest.fixture
+def any_version(monkeypatch):
+    """Ask for products as on a version of JAX that has all kernels."""
+    for known in ("has_warp_products", "stores_transposed"):
+        monkeypatch.setattr(versions, known, lambda: True)
+    tuning._chosen.cache_clear()
+    yield
+    tuning._chosen.cache_clear()
+
+
+def operands(of, other=None, batch=1, seed=0):
     """Packed A and B, and A @ B in float64."""
-    a = two_of_four((batch, m, k), dtype, seed)
-    b = jnp.asarray(np.random.default_rng(seed + 9).standard_normal((batch, k, n)), other or dtype)
-    packed = nm.pack(a.mT if m_major else a, -2 if m_major else -1)
-    return packed, b if n_major else b.mT, np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    a = two_of_four((batch, of.m, of.k), of.dtype, seed)
+    b = jnp.asarray(np.random.default_rng(seed + 9).standard_normal((batch, of.k, of.n)), other or of.dtype)
+    packed = nm.pack(a.mT if of.m_major else a, -2 if of.m_major else -1)
+    return packed, b if of.n_major else b.mT, np.asarray(a, np.float64) @ np.asarray(b, np.float64)
 
 
 def check(y, wanted, transpose):
@@ -33,17 +48,44 @@ def check(y, wanted, transpose):
     assert np.abs(made - wanted).max() <= ERROR[y.dtype.name] * np.abs(wanted).max()
 
 
+def multiplies(of, config, other=None, batch=1, seed=0, cores=2):
+    """Each matrix of the batch has its factor."""
+    assert config_refusal(of, config) is None
+    packed, b, wanted = operands(of, other, batch, seed)
+    family, scale = family_of(config), jnp.array([1.0, -0.5])[:batch] if batch > 1 else None
+    y = family.spmm(packed, b, scale, of, config, Target("interpreter", family.name, cores, True))
+    assert y.dtype == of.out
+    check(y, wanted if scale is None else wanted * np.asarray(scale)[:, None, None], of.transpose)
+
+
 LAYOUTS = list(itertools.product((False, True), repeat=3))
+SMALL = {
+    "hopper": (HopperConfig(tile_n=64, store_n=32, stages=2), (256, 128, 256)),
+    "ampere": (AmpereConfig(tile_m=64, tile_n=64), (128, 128, 128)),
+    "blackwell": (BlackwellConfig(tile_n=64), (256, 128, 384)),  # three steps in a ring of two
+}
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
-def test_hopper_in_every_layout(m_major, n_major, transpose):
+@pytest.mark.parametrize("family", SMALL)
+def test_every_family_in_every_layout(family, m_major, n_major, transpose):
+    if family == "ampere" and not versions.has_warp_products():
+        pytest.skip("this jax has no layouts for Ampere's instructions")
+    config, sides = SMALL[family]
     dtype = ("bfloat16", "float16")[(m_major + n_major + transpose) % 2]  # of each operand both, in both orders
-    config = HopperConfig(tile_n=64, store_n=32, stages=2)
-    packed, b, wanted = operands(256, 128, 256, dtype, m_major, n_major)
-    options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype(dtype)}
-    check(hopper.spmm(packed, b, config=config, blocks=2, interpret=True, **options), wanted, transpose)
+    multiplies(
+        Shape(*sides, dtype, m_major, n_major, transpose, out=dtype), config, batch=1 if family == "hopper" else 2
+    )
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kinds", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e5m2")])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.fp8])
+def test_families_in_fp8(family, kinds):
+    config, (m, n, k) = SMALL[family]
+    of = Shape(m, n, 2 * k, f"float8_{kinds[0]}", transpose=kinds[0] != kinds[1])
+    multiplies(of, config, f"float8_{kinds[1]}", batch=2)
 
 
 CONFIGS = {
@@ -58,16 +100,19 @@ CONFIGS = {
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hopper_in_every_cut(name):
+    if CONFIGS[name].cluster and not versions.interprets_clusters():
+        pytest.skip("this interpreter knows no clusters")
+    multiplies(Shape(512, 256, 256, n_major=True, out="float32"), CONFIGS[name], batch=2, cores=4)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS[::3])
 def test_parts_of_k_are_added_up(m_major, n_major, transpose):
-    config = HopperConfig(tile_n=64, store_n=32, stages=2, split=2 if transpose else 3)
     k = 512 if transpose else 7 * 64  # of three parts, the last one has a single step of seven
-    packed, b, wanted = operands(128, 64, k, "bfloat16", m_major, n_major, batch=2)
-    assert config_refusal(Shape(128, 64, k, "bfloat16", m_major, n_major, transpose), config) is None
-    options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
-    scale = jnp.array([1.0, -2.0])
-    y = hopper.spmm(packed, b, scale, config=config, blocks=2, interpret=True, **options)
-    check(y, wanted * np.array([1.0, -2.0])[:, None, None], transpose)
+    config = HopperConfig(tile_n=64, store_n=32, stages=2, split=2 if transpose else 3)
+    multiplies(Shape(128, 64, k, "bfloat16", m_major, n_major, transpose), config, batch=2)
 
 
 @pytest.mark.kernels
@@ -82,80 +127,31 @@ def test_the_last_tiles_may_be_partial(seed):
         tile_n=int(draw.choice([64, 128])), store_n=64, stages=2, warpgroups=warpgroups, cluster=cluster,
         split=int(draw.choice([1, 2])),
     )  # fmt: skip
-    assert config_refusal(Shape(m, n, 128, transpose=transpose), config) is None
-    packed, b, wanted = operands(m, n, 128, "bfloat16", False, False, seed=seed)
-    options = {"b_axis": -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
-    check(hopper.spmm(packed, b, config=config, blocks=2, interpret=True, **options), wanted, transpose)
-
-
-def test_where_the_last_tile_has_to_be_whole():
-    h200, tile = Target("NVIDIA H200", "hopper", 132), HopperConfig(tile_n=64, stages=2)
-    refusal = lambda *sizes, **more: str(product_refusal(Shape(*sizes, **more), h200))
-    assert refusal(768, 197 * 64, 768, m_major=True, transpose=True) == "None"
-    assert refusal(768, 104, 768, n_major=True) == (
-        "M, N, K = 768, 104, 768 do not divide into tiles of 64 x 64 x 64, and the dense operand is contiguous along N"
-    )
-    assert refusal(768, 104, 768).endswith(
-        "do not divide into tiles of 64 x 64 x 64, and the result is contiguous along N"
-    )
-    assert refusal(768, 104, 768, transpose=True) == "None"
-    assert refusal(768, 100, 768, transpose=True) == "M, N, K = 768, 100, 768 do not divide into tiles of 64 x 8 x 64"
-    assert refusal(100, 128, 768) == "M, N, K = 100, 128, 768 do not divide into tiles of 64 x 64 x 64"
-    cut = lambda *sizes, config=tile, **more: str(config_refusal(Shape(*sizes, **more), config))
-    assert cut(192, 104, 128, transpose=True) == "None"
-    assert cut(192, 128, 128, m_major=True) == "M = 192 does not divide by 128"
-    assert "tile_k <= 128" in cut(128, 128, 256, config=HopperConfig(tile_n=64, tile_k=256, stages=2))
-    assert "split lies between 1 and the 4 steps" in cut(128, 128, 256, config=HopperConfig(tile_n=64, split=0))
-    assert "split lies between 1 and the 4 steps" in cut(128, 128, 256, config=HopperConfig(tile_n=64, split=5))
+    multiplies(Shape(m, n, 128, transpose=transpose), config, seed=seed)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", CONFIGS)
-def test_hopper_in_every_cut(name):
-    config = CONFIGS[name]
-    if config.cluster and not versions.interprets_clusters():
-        pytest.skip("this interpreter knows no clusters")
-    packed, b, wanted = operands(512, 256, 256, "bfloat16", False, True, batch=2)
-    assert config_refusal(Shape(512, 256, 256), config) is None
-    y = hopper.spmm(
-        packed, b, jnp.array([1.0, -2.0]), b_axis=-2, transpose=False, dtype=jnp.dtype("float32"), config=config,
-        blocks=4, interpret=True,
-    )  # fmt: skip
-    check(y, wanted * np.array([1.0, -2.0])[:, None, None], False)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("kinds", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e5m2")])
-def test_hopper_in_fp8(kinds):
-    transpose = kinds[0] != kinds[1]
-    config = HopperConfig(tile_n=64, store_n=32, stages=2)
-    packed, b, wanted = operands(256, 128, 256, *(f"float8_{kinds[0]}", False, False, f"float8_{kinds[1]}"))
-    options = {"b_axis": -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 2}
-    check(hopper.spmm(packed, b, jnp.array([0.25]), interpret=True, **options), wanted / 4, transpose)
-
-
-@pytest.mark.kernels
-@pytest.mark.skipif(not versions.has_warp_products(), reason="this jax has no layouts for Ampere's instructions")
-@pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
-def test_ampere_in_every_layout(m_major, n_major, transpose):
-    packed, b, wanted = operands(128, 128, 128, "bfloat16", m_major, n_major, batch=2)
-    options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
-    config = AmpereConfig(tile_m=64, tile_n=64)
-    check(ampere.spmm(packed, b, config=config, interpret=True, **options), wanted, transpose)
-
-
-@pytest.mark.kernels
-def test_the_ring_has_no_races():
+def test_the_ring_has_no_races(monkeypatch):
     """A fence stands between ordinary reads and the next write of the copy engine."""
     if not versions.interprets_clusters():
         pytest.skip("this interpreter finds no races")
-    packed, b, wanted = operands(128, 64, 256, "bfloat16", False, False)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    config = HopperConfig(tile_n=64, store_n=32, stages=2)
-    options = {"b_axis": -1, "transpose": False, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 1}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions, "interpreter_params", lambda zeros: params)
-        check(hopper.spmm(packed, b, interpret=True, **options), wanted, False)
+    monkeypatch.setattr(versions, "interpreter_params", lambda zeros: params)
+    multiplies(Shape(128, 64, 256), HopperConfig(tile_n=64, store_n=32, stages=2), cores=1)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
+def test_the_words_of_blackwell_are_those_of_jax(kind):
+    """JAX formats pairs of places of two bits each; ours are a permutation of the words that Hopper reads."""
+    packed = nm.pack(two_of_four((1, 256, 512), kind))
+    plain = nm.pack(nm.unpack(packed), order="plain").indices[0].reshape(256, 128, 2)
+    wanted = plgpu.format_tcgen05_sparse_metadata(plain.astype(jnp.uint2), jnp.dtype(kind))
+    made = blackwell_spmm.words_of(packed)
+    bits = (np.asarray(made)[..., None] >> (2 * np.arange(16, dtype=np.uint32))) & 3
+    assert (bits.reshape(2, 4, 128, 64) == np.asarray(wanted.astype(jnp.uint8))).all()
+    back = [blackwell_spmm._words_back(tile[None], packed.order) for tile in made[0]]  # as the emulation reads them
+    assert (np.concatenate(back) == np.asarray(packed.indices[0])).all()
+    assert (np.asarray(blackwell_spmm._in_twos(made).astype(jnp.uint8)).ravel() == bits.ravel()).all()
 
 
 # ---- the public function ----
@@ -163,7 +159,7 @@ def test_the_ring_has_no_races():
 
 @pytest.mark.kernels
 def test_spmm_is_unpack_and_a_dense_product():
-    packed, b, wanted = operands(128, 64, 128, "bfloat16", False, True, batch=3)
+    packed, b, wanted = operands(Shape(128, 64, 128, n_major=True), batch=3)
     for backend in ("auto", "xla", "interpret"):
         check(nm.kernels.spmm(packed, b, backend=backend), wanted, False)
         check(nm.kernels.spmm(packed, b.mT, 2.0, axis=-1, transpose=True, backend=backend), wanted * 2, True)
@@ -184,7 +180,7 @@ def test_spmm_of_any_packed_array():
 @pytest.mark.kernels
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
 def test_spmm_under_vmap(mapped):
-    packed, b, wanted = operands(128, 64, 64, "bfloat16", False, True, batch=2)
+    packed, b, wanted = operands(Shape(128, 64, 64, n_major=True), batch=2)
     one = lambda v: jax.tree.map(lambda x: x[0], v)
     a, c = (v if axis == 0 else one(v) for v, axis in zip((packed, b), mapped, strict=True))
     y = jax.vmap(lambda a, c: nm.kernels.spmm(a, c, backend="interpret"), mapped)(a, c)
@@ -195,7 +191,7 @@ def test_spmm_under_vmap(mapped):
 
 @pytest.mark.kernels
 def test_spmm_in_loops_and_a_shard():
-    packed, b, wanted = operands(128, 64, 64, "bfloat16", False, True, batch=4)
+    packed, b, wanted = operands(Shape(128, 64, 64, n_major=True), batch=4)
     one = lambda a, c: nm.kernels.spmm(a, c, backend="interpret")
     _, y = jax.jit(lambda a, c: jax.lax.scan(lambda n, ac: (n, one(*ac)), 0, (a, c)))(packed, b)
     check(y, wanted, False)
@@ -207,40 +203,29 @@ def test_spmm_in_loops_and_a_shard():
 
 
 def test_errors():
-    packed, b, _ = operands(128, 64, 64, "bfloat16", False, True)
-    with pytest.raises(TypeError, match=r"^spmm takes a packed array, got .*: pass nm\.pack\(x, axis\)"):
-        nm.kernels.spmm(b, b)
-    with pytest.raises(
-        ValueError,
-        match=r"does not multiply \(2, 64, 64\) along axis -2: their axes have 64 and 64 values, their batches",
-    ):
-        nm.kernels.spmm(packed, jnp.zeros((2, 64, 64), jnp.bfloat16))
-    with pytest.raises(ValueError, match="have 64 and 32 values"):
-        nm.kernels.spmm(packed, b[:, :32])
-    with pytest.raises(ValueError, match="both operands must have the same number of axes"):
-        nm.kernels.spmm(packed, b[0])
-    with pytest.raises(ValueError, match="^spmm: backend='pallas', but cpu has no sparse tensor cores"):
-        nm.kernels.spmm(packed, b, backend="pallas")
-    with pytest.raises(ValueError, match="the operands are bfloat16 and float32"):
-        nm.kernels.spmm(packed, b.astype(jnp.float32), backend="interpret")
-    with pytest.raises(ValueError, match="packed in plain order"):
-        nm.kernels.spmm(nm.pack(nm.unpack(packed), order="plain"), b, backend="interpret")
-    with pytest.raises(ValueError, match="M, N, K = 128, 72, 64 do not divide into tiles of 64 x 64 x 64"):
-        nm.kernels.spmm(packed, jnp.zeros((1, 64, 72), jnp.bfloat16), backend="interpret")
-    with pytest.raises(ValueError, match="N = 64 does not divide by 256"):
-        nm.kernels.spmm(packed, b, backend="interpret", config=HopperConfig())
-    small, c, _ = operands(64, 64, 64, "float8_e4m3fn", False, True)
-    with pytest.raises(ValueError, match="8-bit operands must be contiguous along k"):
-        nm.kernels.spmm(small, c, backend="interpret")
-    with pytest.raises(ValueError, match="^backend is one of"):
-        nm.kernels.spmm(packed, b, backend="cuda")
-    with pytest.raises(ValueError, match=r"scale is a number, or has the batch's shape \(1,\), got \(2,\)"):
-        nm.kernels.spmm(packed, b, jnp.ones(2))
-    for other, kind in ((packed, "a packed array"), (b.astype(jnp.complex64), "one of complex64")):
-        with pytest.raises(TypeError, match=f"the other operand is a dense array of floats, got {kind}"):
-            nm.kernels.spmm(packed, other)
-    with pytest.raises(TypeError, match=r"config is one of nm\.kernels\.HopperConfig, .*, got 3"):
-        nm.kernels.spmm(packed, b, config=3)
+    packed, b, _ = operands(Shape(128, 64, 64, n_major=True))
+    small, c, _ = operands(Shape(64, 64, 64, "float8_e4m3fn", n_major=True))
+    plain, half = nm.pack(nm.unpack(packed), order="plain"), jnp.bfloat16
+    for arguments, options, kind, match in (
+        ((b, b), {}, TypeError, r"^spmm takes a packed array, got .*: pass nm\.pack\(x, axis\)"),
+        ((packed, jnp.zeros((2, 64, 64), half)), {}, ValueError, r"does not multiply \(2, 64, 64\) along axis -2: their axes have 64 and 64 values, their batches"),
+        ((packed, b[:, :32]), {}, ValueError, "have 64 and 32 values"),
+        ((packed, b[0]), {}, ValueError, "both operands must have the same number of axes"),
+        ((packed, b), {"backend": "pallas"}, ValueError, "^spmm: backend='pallas', but cpu has no sparse tensor cores"),
+        ((packed, b.astype(jnp.float32)), {"backend": "interpret"}, ValueError, "the operands are bfloat16 and float32"),
+        ((plain, b), {"backend": "interpret"}, ValueError, "packed in plain order"),
+        ((packed, jnp.zeros((1, 64, 72), half)), {"backend": "interpret"}, ValueError, "M, N, K = 128, 72, 64 do not divide into tiles of 64 x 64 x 64"),
+        ((packed, b), {"backend": "interpret", "config": HopperConfig()}, ValueError, "N = 64 does not divide by 256"),
+        ((packed, b), {"backend": "interpret", "config": AmpereConfig()}, ValueError, r"is not a config of interpreter: write HopperConfig\(...\)"),
+        ((small, c), {"backend": "interpret"}, ValueError, "8-bit operands must be contiguous along k"),
+        ((packed, b), {"backend": "cuda"}, ValueError, "^backend is one of"),
+        ((packed, b, jnp.ones(2)), {}, ValueError, r"scale is a number, or has the batch's shape \(1,\), got \(2,\)"),
+        ((packed, packed), {}, TypeError, "the other operand is a dense array of floats, got a packed array"),
+        ((packed, b.astype(jnp.complex64)), {}, TypeError, "the other operand is a dense array of floats, got one of complex64"),
+        ((packed, b), {"config": 3}, TypeError, r"config is one of nm\.kernels\.HopperConfig, .*, got 3"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=match):
+            nm.kernels.spmm(*arguments, **options)
 
 
 # ---- how operands lie in shared memory, of which the interpreter knows nothing ----
@@ -285,7 +270,7 @@ def constants(monkeypatch, m_major, n_major):
     record = lambda ref, **told: (bases.append([int(told[name]) for name in names]), encode(ref, **told))[1]
     monkeypatch.setattr(mma_utils, "encode_descriptor", record)
     monkeypatch.setattr(instructions, "_moved", lambda base, by: (moved.append(by), move(base, by))[1])
-    lowered(*product(hopper, layout=(m_major, n_major, False), tile_m=128, tile_n=128))
+    lowered(*product(HopperConfig(128, 128), layout=(m_major, n_major, False)))
     monkeypatch.undo()
     each = list(itertools.product(range(2), range(2)))
     return bases[0], bases[1], dict(zip(each, moved[0:8:2], strict=True)), dict(zip(each, moved[1:8:2], strict=True))
@@ -315,63 +300,84 @@ def test_descriptors_find_what_the_copy_engine_wrote(m_major, n_major, monkeypat
         np.testing.assert_array_equal(made, b[:, 32 * step : 32 * step + 32])
 
 
-# ---- choosing a cut ----
-
-H200 = Target("NVIDIA H200", "hopper", 132)
+# ---- what fits, and choosing a cut ----
 
 
-def test_candidates_fit_and_the_first_is_large():
-    for size in (128, 1024, 4096, 8192):
-        shape = Shape(size, size, size)
-        found = tuning.candidates(shape, H200)
-        assert found
-        assert all(config_refusal(shape, c) is None for c in found)
-    assert tuning.chosen(Shape(8192, 8192, 8192), H200)[0] == HopperConfig(128, 192, store_n=32, cluster="m")
-
-
-def test_refusals_of_configs_say_why():
-    config = HopperConfig()
-    why = lambda sides, config, **more: str(config_refusal(Shape(*sides, **more), config))
-    assert why((8192, 8192, 96), config) == "K = 96 does not divide by 64"
-    assert why((8192, 8192, 64), config, dtype="float8_e4m3fn") == "K = 64 does not divide by 128"
-    assert why((128, 256, 64), HopperConfig(cluster="m"), m_major=True) == "M = 128 does not divide by 256"
-    assert "of shared memory" in why((8192, 8192, 8192), config, out="float32")
-    assert "16-bit" in why((128, 128, 128), AmpereConfig(), dtype="float8_e5m2")
-    odd = [HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), AmpereConfig(tile_m=0)]
-    assert all("multiples of 64" in why((7680, 7680, 8192), c) for c in odd)
-    odd = [HopperConfig(store_n=n) for n in (-64, 0, 1, 48, 512)]
-    assert all("store_n is a multiple of 32 and divides tile_n" in why((7680, 7680, 8192), c) for c in odd)
-    odd = [HopperConfig(warpgroups=0), HopperConfig(band=0), HopperConfig(cluster="M")]
-    assert all('cluster is "m", "n" or empty' in why((7680, 7680, 8192), c) for c in odd)
-    assert all(
-        "stages must be at least 2" in why((8192, 8192, 8192), c(stages=1)) for c in (HopperConfig, AmpereConfig)
-    )
-    assert "of shared memory" in why((128, 128, 128), AmpereConfig(stages=4))
+@pytest.mark.parametrize(
+    ("of", "config", "why"),
+    [
+        (Shape(768, 197 * 64, 768, m_major=True, transpose=True), None, "None"),
+        (Shape(768, 104, 768, n_major=True), None, "M, N, K = 768, 104, 768 do not divide into tiles of 64 x 64 x 64, and the dense operand is contiguous along N"),
+        (Shape(768, 104, 768), None, "tiles of 64 x 64 x 64, and the result is contiguous along N"),
+        (Shape(768, 104, 768, transpose=True), None, "None"),
+        (Shape(768, 100, 768, transpose=True), None, "M, N, K = 768, 100, 768 do not divide into tiles of 64 x 8 x 64"),
+        (Shape(100, 128, 768), None, "M, N, K = 100, 128, 768 do not divide into tiles of 64 x 64 x 64"),
+        (Shape(192, 104, 128, transpose=True), HopperConfig(tile_n=64, stages=2), "None"),
+        (Shape(192, 128, 128, m_major=True), HopperConfig(tile_n=64, stages=2), "M = 192 does not divide by 128"),
+        (Shape(128, 128, 256), HopperConfig(tile_n=64, tile_k=256, stages=2), "tile_k <= 128"),
+        *((Shape(128, 128, 256), HopperConfig(tile_n=64, split=s), "split lies between 1 and the 4 steps") for s in (0, 5)),
+        (Shape(8192, 8192, 96), HopperConfig(), "K = 96 does not divide by 64"),
+        (Shape(8192, 8192, 64, "float8_e4m3fn"), HopperConfig(), "K = 64 does not divide by 128"),
+        (Shape(128, 256, 64, m_major=True), HopperConfig(cluster="m"), "M = 128 does not divide by 256"),
+        (Shape(8192, 8192, 8192, out="float32"), HopperConfig(), "of shared memory"),
+        *((Shape(7680, 7680, 8192), c, "multiples of 64") for c in (HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), AmpereConfig(tile_m=0))),
+        *((Shape(7680, 7680, 8192), HopperConfig(store_n=n), "store_n is a multiple of 32 and divides tile_n") for n in (-64, 0, 1, 48, 512)),
+        *((Shape(7680, 7680, 8192), c, 'cluster is "m", "n" or empty') for c in (HopperConfig(warpgroups=0), HopperConfig(band=0), HopperConfig(cluster="M"))),
+        *((Shape(8192, 8192, 8192), c(stages=1), "stages") for c in (HopperConfig, AmpereConfig, BlackwellConfig)),
+        (Shape(128, 128, 128, "float8_e5m2"), AmpereConfig(), "16-bit"),
+        (Shape(128, 128, 128), AmpereConfig(stages=4), "of shared memory"),
+        (Shape(1024, 1024, 1024), BlackwellConfig(128, 3), "None"),
+        (Shape(1024, 1024, 1024), BlackwellConfig(stages=3), "of shared memory"),
+        (Shape(64, 1024, 1024), BlackwellConfig(), "M = 64 does not divide by 128"),
+        (Shape(1024, 1024, 1024), BlackwellConfig(96), "tile_n must be 64, 128, 192 or 256"),
+    ],
+)  # fmt: skip
+def test_refusals_say_why(of, config, why):
+    refusal = str(product_refusal(of, H200) if config is None else config_refusal(of, config))
+    assert refusal == why if why == "None" else why in refusal
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
-def test_a_product_is_refused_if_no_candidate_fits(dtype, out, monkeypatch):
-    monkeypatch.setattr(versions, "has_warp_products", lambda: True)
-    targets = [H200, Target("NVIDIA A100", "ampere", 108), Target("interpreter", "hopper", 2, True)]
-    for sides in itertools.product((64, 96, 128, 192, 200, 256, 320), repeat=3):
-        shape = Shape(*sides, dtype, out=out)
-        for target in targets[:: 1 if dtype == "bfloat16" else 2]:
-            refused = product_refusal(shape, target) is not None
-            assert refused == (tuning.chosen(shape, target) is None), (shape, target)
+@pytest.mark.usefixtures("any_version")
+def test_a_product_is_refused_if_no_candidate_fits(dtype, out):
+    for target in (*DEVICES.values(), Target("interpreter", "hopper", 2, True)):
+        for sides in itertools.product((64, 96, 128, 192, 200, 256, 320), repeat=3):
+            shape = Shape(*sides, dtype, out=out)
+            chosen = tuning.chosen(shape, target)
+            assert (product_refusal(shape, target) is not None) == (chosen is None), (shape, target)
+            assert chosen is None or config_refusal(shape, chosen.config) is None
 
 
-def test_a_gain_grows_with_what_shares_the_packing():
+def test_an_old_jax_is_refused(monkeypatch):
+    for known in ("has_warp_products", "stores_transposed"):
+        monkeypatch.setattr(versions, known, lambda: False)
+    refusals = {name: str(product_refusal(Shape(1024, 1024, 1024), target)) for name, target in DEVICES.items()}
+    assert refusals["hopper"] == "None"
+    assert "they come with 0.11" in refusals["ampere"]
+    assert "from 0.11 on it can" in refusals["blackwell"]
+
+
+def test_the_first_candidate_is_large():
+    assert tuning.chosen(Shape(8192, 8192, 8192), H200)[0] == HopperConfig(128, 192, store_n=32, cluster="m")
+
+
+@pytest.mark.usefixtures("any_version")
+def test_gains():
+    """They grow with what shares the packing. Without measured tiles, there are none but on Hopper."""
     gains = [tuning.gain(Shape(4096, n, 4096), H200) for n in (1024, 4096, 16384, 65536)]
     assert gains == sorted(gains)
     assert gains[0] < 1 < gains[-1]
     shape = Shape(4096, 4096, 4096)
     assert tuning.gain(shape, H200, packed_before=True) > tuning.gain(shape, H200)
-    assert tuning.gain(Shape(8192, 8192, 8192), Target("NVIDIA A100", "ampere", 108)) <= 1
     assert tuning.gain(Shape(8190, 8192, 8192), H200) == 0
+    assert {tuning.gain(Shape(8192, 8192, 8192), DEVICES[name]) for name in ("ampere", "blackwell")} == {0}
 
 
-def test_packed_arrays_say_what_they_are():
-    packed = nm.pack(mse(2, 4)(jnp.ones((64, 64), jnp.bfloat16)))
-    assert isinstance(packed, Packed)
-    assert (packed.shape, packed.dtype, packed.order, packed.axis) == ((64, 64), jnp.bfloat16, "words16", -1)
+@pytest.mark.usefixtures("any_version")
+def test_auto_leaves_blackwell_alone_until_tiles_are_measured():
+    with nm.kernels.on("NVIDIA B200", 148):
+        assert nm.kernels.target("auto") == B200
+        x = jax.eval_shape(lambda: jnp.zeros((8192, 8192), jnp.bfloat16))
+        found = explain(as_dot(x, x, (((1,), (0,)), ((), ()))), x, x, nm.parse("s_ste()"), "auto")
+        assert {route.how for route in found.values()} == {"emulated", "dense"}

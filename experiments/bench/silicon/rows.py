@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,10 @@ from experiments.bench import steps, tune
 from experiments.bench.measure import compiled, copy, in_turn, over
 from experiments.bench.silicon.peers import peer
 from nmjax.core import versions
-from nmjax.kernels import calls, check, compress, copies, measured, packing, tiles, tuning
+from nmjax.kernels import HopperConfig, calls, check, measured, tuning
 from nmjax.kernels.check import ACTIVATED, BEFORE, BOTH, FP8, FP8_FORMS, LAST, NOISE
 from nmjax.kernels.format import pack
-from nmjax.kernels.limits import Copy, HopperConfig, Shape, product_refusal
+from nmjax.kernels.limits import Copy, Shape, product_refusal
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
 
@@ -207,42 +206,31 @@ KEYS = (3, 4)  # of draws, and of roundings to FP8
 
 
 class _Ways(NamedTuple):
-    """Functions that pack an array to the same forms: by a kernel of Triton, by XLA, and by a kernel of Mosaic."""
+    """Functions that pack an array to the same forms: by a kernel, and by XLA."""
 
-    triton: Callable[[jax.Array], Any]
+    kernel: Callable[[jax.Array], Any]
     xla: Callable[[jax.Array], Any]
-    mosaic: Callable[[jax.Array], Any]
 
 
-def _along(p: nm.Pruner, axis: int, shape: tuple[int, ...], device: Target) -> _Ways:
-    given = calls.words_of_key(KEYS[0], p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
+def _along(p: nm.Pruner, axis: int, device: Target) -> _Ways:
     return _Ways(
         lambda x: calls.compress(x, axis, p, key=KEYS[0], target=device),
         lambda x: pack(p(x, axis, nm.Ctx(key=KEYS[0])), axis),
-        lambda x: packing.compress(x, *given, axis=axis, whole=shape, pruner=p, interpret=device.interpret),
     )
 
 
-def _along_both(shape: tuple[int, ...], device: Target) -> _Ways:
+def _along_both(device: Target) -> _Ways:
     p = transposable(2, 4)
-    return _Ways(
-        lambda x: compress.compress_both(x, p, interpret=device.interpret),
-        lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
-        lambda x: tiles.compress_both(x, p, interpret=device.interpret),
-    )
+    return _Ways(lambda x: calls.compress_both(x, p, target=device), lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)))
 
 
-def _in_fp8(shape: tuple[int, ...], device: Target) -> _Ways:
+def _in_fp8(device: Target) -> _Ways:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
-    form = {"wanted": wanted, "whole": shape, "interpret": device.interpret}
-    keys = jnp.concatenate([calls.words_of_key(KEYS[0], mvue(2, 4)), calls.words_of_key(KEYS[1])])[None]
-
-    def by(kernels: ModuleType, x: jax.Array) -> Any:
-        return kernels.copies(x, keys, copies.factors_of(x, jnp.ones(1), wanted), jnp.zeros(3, jnp.int32), **form)
-
-    by_xla = lambda x: [calls.copy_by_xla(x[0], one, *KEYS)[0] for one in wanted]
-    return _Ways(partial(by, copies), by_xla, partial(by, tiles))
+    return _Ways(
+        lambda x: [form for form, _ in calls.copies(x, wanted, keys=KEYS, target=device)],
+        lambda x: [calls.copy_by_xla(x[0], one, *KEYS)[0] for one in wanted],
+    )
 
 
 def _kind(kind: str, device: Target) -> str:
@@ -256,29 +244,22 @@ def _kind(kind: str, device: Target) -> str:
 def _packs(p: nm.Pruner, axis: int, device: Target) -> str:
     """Prune and pack along an axis, and compare the bits with XLA's."""
     x = _normal(256, 512)
-    made, wanted, _ = _along(p, axis, x.shape, device)
-    return _bits(jax.jit(made)(x), jax.jit(wanted)(x))
+    ways = _along(p, axis, device)
+    return _bits(jax.jit(ways.kernel)(x), jax.jit(ways.xla)(x))
 
 
-def _by_mosaic(ways: Callable[[tuple[int, ...], Target], _Ways], device: Target) -> str:
-    """Prune and pack by Mosaic's kernel. Compare the bits with XLA's, and the time with that of Triton's kernel.
-
-    The rate is beside that of a copy of the array.
-    """
-    if device.interpret and not versions.packs_in_interpreter():
-        return "not run: the interpreter of this JAX cannot write to a part of an array"
+def _packing(ways: Callable[[Target], _Ways], device: Target) -> str:
+    """Prune and pack by a kernel. Compare the bits with XLA's, and give the rate beside that of a copy of the array."""
     x = _normal(1, *(2 * (128 if device.interpret else 8192,)))
-    triton, xla, mosaic = (jax.jit(way) for way in ways(x.shape, device))
-    made = mosaic(x)
+    kernel, xla = (jax.jit(way) for way in ways(device))
+    made = kernel(x)
     said = _bits(made, xla(x))
-    if device.interpret or not versions.has_triton():
+    if device.interpret:
         return said
-    calls = {"Mosaic": partial(mosaic, x), "Triton": partial(triton, x), "copy": partial(jax.jit(copy), x)}
-    seconds = in_turn(calls, 9, 0.05)
+    seconds = in_turn({"kernel": partial(kernel, x), "copy": partial(jax.jit(copy), x)}, 9, 0.05)
     rates = [sum(v.nbytes for v in (x, *jax.tree.leaves(made))), 2 * x.nbytes]
-    ours, floor = (n / np.median(seconds[name]) / 1e12 for n, name in zip(rates, ("Mosaic", "copy"), strict=True))
-    times = over(seconds["Mosaic"], seconds["Triton"])
-    return f"{said}; {times} of the time of Triton's, {ours:.2f} TB/s, and a copy {floor:.2f} TB/s"
+    ours, floor = (n / np.median(seconds[name]) / 1e12 for n, name in zip(rates, ("kernel", "copy"), strict=True))
+    return f"{said}; {ours:.2f} TB/s, and a copy {floor:.2f} TB/s"
 
 
 def _packing_activated(device: Target) -> str:
@@ -411,7 +392,7 @@ ROWS: dict[str, Row] = {
     },
     "long sums in FP8": Row("numerics", _sums_in_fp8, (), (FP8,), family="hopper"),
     **{
-        f"packing by Mosaic{name}": Row("speed", partial(_by_mosaic, ways))
+        f"packing by Mosaic{name}": Row("speed", partial(_packing, ways))
         for name, ways in {
             f": {mse(2, 4)} along axis -1": partial(_along, mse(2, 4), -1),
             f": {mse(2, 4)} along axis -2": partial(_along, mse(2, 4), -2),

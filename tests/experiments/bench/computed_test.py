@@ -67,8 +67,7 @@ def test_a_kernel_is_lowered_once_for_all_layers_of_a_shape():
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     two, six = lowered(2), lowered(6)
-    for kernel in ("@mosaic_gpu", "xla.gpu.triton"):
-        assert two.count(kernel) == six.count(kernel) >= 2, kernel
+    assert two.count("@mosaic_gpu") == six.count("@mosaic_gpu") >= 4
 
 
 def test_a_gain_by_hand(monkeypatch):

@@ -20,8 +20,8 @@ from experiments import files
 from experiments.bench import silicon
 from experiments.bench.__main__ import main
 from experiments.bench.silicon import processes, rows
-from nmjax.kernels import measured
-from nmjax.kernels.limits import HopperConfig, Shape
+from nmjax.kernels import HopperConfig, measured
+from nmjax.kernels.limits import Shape
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 

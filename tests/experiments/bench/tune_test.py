@@ -7,8 +7,8 @@ import pytest
 
 import nmjax as nm
 from experiments.bench import tune
-from nmjax.kernels import calls, measured, tuning
-from nmjax.kernels.limits import HopperConfig, Shape, config_refusal
+from nmjax.kernels import HopperConfig, calls, measured, tuning
+from nmjax.kernels.limits import Shape, config_refusal
 from nmjax.kernels.targets import target
 from nmjax.products import operations, routes
 

@@ -1,11 +1,9 @@
-"""Tests that Mosaic packs 4 x 4 tiles to the same bits as Triton, along both axes and in FP8."""
+"""What lies in the registers of a thread while a kernel packs: no interpreter knows of it."""
 
 import functools
 import itertools
 from typing import NamedTuple
 
-import jax
-import jax.experimental.mosaic.gpu  # registers the dialects that JAX's contexts load
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,53 +11,39 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
-from nmjax.core import random
-from nmjax.kernels import compress, copies, tiles
-from nmjax.kernels.limits import Copy
-from nmjax.pruners import identity, mse, mvue, soft, transposable
-from tests.kernels.packing_test import interpreted, owners
+from nmjax.kernels import packing, tiles
 
 
-def values(*shape):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
-    return x.at[0, 0, :8].set(jnp.asarray([0, -0.0, np.inf, np.nan, 1, 1, 1, 1], jnp.bfloat16))
+def owners(layout, shape):
+    """For each element of an array: the warp, the lane, and the number in the registers of the thread that holds it."""
+    layout = layout.to_mgpu()
+    elements = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        front = elements.ndim - len(tile)
+        sides = [part for size, t in zip(elements.shape[front:], tile, strict=True) for part in (size // t, t)]
+        elements = elements.reshape(*elements.shape[:front], *sides)
+        outer, inner = (range(front + first, elements.ndim, 2) for first in (0, 1))
+        elements = elements.transpose(*range(front), *outer, *inner)
+    axes = [d % elements.ndim for d in (*layout.warp_dims, *layout.lane_dims)]
+    rest = [d for d in range(elements.ndim) if d not in axes]
+    threads = elements.transpose(*axes, *rest).reshape(4, 32, -1)
+    found = np.empty((elements.size, 3), int)
+    found[threads.reshape(-1)] = np.stack(np.unravel_index(np.arange(elements.size), threads.shape), 1)
+    return found.reshape(*shape, 3)
 
 
-def same(ours, theirs):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.shape == b.shape
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-@pytest.mark.kernels
-@interpreted
-@pytest.mark.parametrize("p", [transposable(2, 4), identity], ids=str)
-def test_both_axes_have_the_same_bits(p):
-    x = values(2, 128, 192) if p != identity else transposable(2, 4)(values(2, 128, 192))
-    pack = lambda by: jax.jit(lambda x: by.compress_both(x, p, interpret=True))(x)
-    same(pack(tiles), pack(compress))
-
-
-FORMS = [
-    Copy("e4m3"),
-    Copy("e5m2", turned=True),
-    Copy("e4m3", packed=True, pruner=soft(2, 4)),
-    Copy("e4m3", pruner=soft(2, 4), axis=-2),
-    Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"),
-    Copy("e4m3", pruner=mse(2, 4), turned=True, rounding="random"),
-]
-
-
-@pytest.mark.kernels
-@interpreted
-@pytest.mark.parametrize("wanted", [FORMS[:2], FORMS[2:4], FORMS[4:]], ids=["dense", "soft", "random"])
-def test_forms_in_fp8_have_the_same_bits(wanted):
-    x, keys = values(2, 128, 192), jnp.concatenate([jnp.stack(random.scrambled(random.words(k))) for k in (3, 4)])[None]
-    factors = copies.factors_of(x, jnp.asarray([1.25]), wanted)
-    form = {"wanted": tuple(wanted), "whole": (6, 512, 512), "interpret": True}
-    origin = jnp.asarray([3, 256, 64], jnp.int32)
-    make = lambda by: jax.jit(lambda x: by.copies(x, keys, factors, origin, **form))(x)
-    same(make(tiles), make(copies))
+def test_a_thread_holds_the_groups_of_its_word():
+    """Word (w, g, q) has rows (w, half, g) and groups 4 q + t, in the order half, t of `_words`."""
+    w, half, g, q, t = np.unravel_index(np.arange(1024), (4, 2, 8, 4, 4))
+    row, group, wanted = 16 * w + 8 * half + g, 4 * q + t, np.stack([w, 4 * g + q, 4 * half + t], 1)
+    assert (owners(packing._ACROSS, (64, 16))[row, group] == wanted).all()
+    assert (owners(packing._DOWN, (16, 64))[group, row] == wanted).all()
+    line = np.unravel_index(np.arange(128), (4, 8, 4))
+    lines = owners(packing._LINES, (32, 4))[8 * line[0] + line[1], line[2]]
+    assert (lines == np.stack([line[0], 4 * line[1] + line[2], 0 * line[0]], 1)).all()
+    for half_of_group in (0, 1):  # as `_halves` takes them
+        words = owners(packing._ROW_WORDS, (64, 32))[row, 2 * group + half_of_group]
+        assert (words == np.stack([w, 4 * g + q, 8 * half + 2 * t + half_of_group], 1)).all()
 
 
 def number(named, bits):
