@@ -1,12 +1,48 @@
-"""Compiles the programs of a run: the first ones before training, and that of each later phase in the background."""
+"""The phases of a run, in each of which another program may take the steps, and their compilation.
+
+The first programs are compiled before training, and that of each later phase in the background.
+"""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.training.program import Program
+from nmjax.nnx import Plan
+
+if TYPE_CHECKING:
+    from experiments.training.program import Program
+
+FAST = ("packed", "compacted", "fp8")
+
+
+def gains(plan: Plan, step: int) -> bool:
+    """Return whether more products run in a fast way in the phase of a step than in one program for all steps.
+
+    Args:
+      plan: The plan.
+      step: The step.
+    """
+    return bool(plan.phases) and any(plan.runs_at(step).get(how, 0) > plan.runs.get(how, 0) for how in FAST)
+
+
+def changes(plan: Plan, steps: int) -> tuple[int, ...]:
+    """Return the steps at which a run changes its program: to or from a phase that gains.
+
+    Args:
+      plan: The plan.
+      steps: The number of steps of the run.
+    """
+    before, found = gains(plan, 0), []
+    if before:
+        found.append(0)
+    for step in plan.phases:
+        now = gains(plan, step)
+        if step < steps and (now or before):
+            found.append(step)
+        before = now
+    return tuple(found)
 
 
 class Phases:
@@ -17,11 +53,11 @@ class Phases:
       arrays: What the feed yields.
     """
 
-    def __init__(self, program: Program, arrays: Any):
+    def __init__(self, program: "Program", arrays: Any):
         self.whole, self.arrays = program, arrays
         self.next: Future | None = None
 
-    def begin(self, step: int, measure: bool) -> tuple[Program, int | None]:
+    def begin(self, step: int, measure: bool) -> tuple["Program", int | None]:
         """Compile what a run begins with, in parallel.
 
         Args:
@@ -43,7 +79,7 @@ class Phases:
         self._prepare(step)
         return program, _memory(train)
 
-    def change(self, step: int) -> tuple[Program, int | None]:
+    def change(self, step: int) -> tuple["Program", int | None]:
         """Return the same as `begin` for the phase that begins at a step, and start to compile the phase after it."""
         memory = None
         if self.next is not None and not self.next.exception():  # if it failed, the step compiles again and raises

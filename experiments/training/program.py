@@ -21,11 +21,11 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.errors import Mistake
 from experiments.scale import processes, shards
-from experiments.training import corner, settings
-from experiments.training.gains import changes, gains
+from experiments.training import hardest, settings
+from experiments.training.phases import changes, gains
 from experiments.training.pretrained import put
 from experiments.training.state import RUNS, State, averaged, part, stack
-from experiments.training.task import Task
+from experiments.training.tasks import Task
 
 _sharding = operator.attrgetter("sharding")
 
@@ -403,7 +403,7 @@ class Program:
             return self.task.pictures(*nnx.split(self._model(state)), self.mesh)
         pictures = self.task.pictures(self.hardened_graph, self.harden(state), self.mesh)
         masks = jax.device_put(self.masks(state), shards.whole(self.mesh))
-        return pictures | corner.of_masks(masks, nm.nnx.patterns(self.model))
+        return pictures | hardest.corner(masks, nm.nnx.patterns(self.model))
 
 
 def _means(sums: list[dict]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from experiments.errors import Diverged, Stopped
 from experiments.scale import processes
-from experiments.training import digest, lock, record, twin as twins
+from experiments.training import checkpoints, digest, lock, record, twin as twins
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 from experiments.training.record import Record, Silent
@@ -113,7 +113,7 @@ class Run:
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
         text = f"{reason.rstrip('.')}. {self.checkpoints.kept_message()}"
-        if isinstance(error, Diverged) and self.checkpoints.steps():
+        if isinstance(error, Diverged) and checkpoints.steps(self.workdir):
             text += (
                 " To continue from it with other settings, start another run, with --workdir=ANOTHER "
                 f"--from={self.workdir} and a change, such as a smaller --config.learning_rate.peak."

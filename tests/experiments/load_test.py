@@ -19,7 +19,7 @@ from experiments import command, config_files, files, load
 from experiments.data import images, text
 from experiments.errors import Failed, Mistake
 from experiments.load import LoadedRun, load_run
-from experiments.training import modes, seals, tasks
+from experiments.training import checkpoints as saved, modes, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.outside_test import TASK
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, xla_flags
@@ -43,9 +43,9 @@ def train(folder: Path, *words: str) -> Path:
     config = command.read(["launch.py", *words]).config
     modes.carry_out("train", [modes.Run("small", config, folder / "run")], "python launch.py --workdir=run")
     for step, best in {4: False, 8: True, 12: False}.items():
-        path = folder / "run" / "checkpoints" / f"{step}.json"
+        path = folder / "run" / "checkpoints" / str(step)
         if path.exists():
-            seals.write(path.parent, step, best, [])
+            saved.seal(path, best, [])
     return folder / "run"
 
 
@@ -310,8 +310,8 @@ def test_what_is_no_run_is_refused_in_one_line(trained, tmp_path):
     refused("none is not a run directory: it has no run.json")
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
     refused("checkpoint='first' is not known. .*Write one of best, last", checkpoint="first")
-    for seal in (workdir / "checkpoints").glob("*.json"):
-        seals.write(seal.parent, int(seal.stem), False, [])
+    for path in (workdir / "checkpoints").iterdir():
+        saved.seal(path, False, [])
     refused(r"run holds no best checkpoint: .* Write checkpoint='last'", checkpoint="best")
     config = (workdir / "config.json").read_text()
     change(workdir, "model", {"depth": 2})
@@ -324,15 +324,14 @@ def test_what_is_no_run_is_refused_in_one_line(trained, tmp_path):
     (workdir / "config.json").unlink()
     refused("config.json is missing, or has no experiment, rules, sparsity, backend, ema")
     (workdir / "config.json").write_text(config)
-    for seal in (workdir / "checkpoints").glob("*.json"):
-        seal.unlink()
+    shutil.rmtree(workdir / "checkpoints")
     refused("run holds no checkpoints. Give the directory of a run that has saved one")
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_read(trained, tmp_path):
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
     for step in (12, 8):
-        file = next(file for file in (workdir / "checkpoints" / str(step)).rglob("*") if file.is_file())
+        file = next((workdir / "checkpoints" / str(step) / "state" / "d").iterdir())
         file.write_bytes(file.read_bytes()[:-1])
         if step == 12:
             with pytest.warns(UserWarning, match="The checkpoint of step 12 is damaged"):
@@ -342,7 +341,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_read(trained, tmp_pa
         pytest.raises(Failed, match="None of the checkpoints in .* can be read"),
     ):
         load_run(workdir)
-    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["12", "12.json", "8", "8.json"]
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["12", "8"]
 
 
 def test_a_model_without_a_final_form_has_no_hardened_weights():

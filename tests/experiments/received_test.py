@@ -15,7 +15,7 @@ from experiments.data import folder, labelled
 from experiments.errors import Mistake, visible
 from experiments.report import index
 from experiments.report.words import only_tables
-from experiments.training import digest, record, seals, settings
+from experiments.training import checkpoints, digest, record, settings
 from tests.experiments.report.report_test import CHROMIUM, Tags, write_run
 
 AWAY = '<meta http-equiv="refresh" content="0;url=http://127.0.0.1:9/away">'
@@ -104,7 +104,7 @@ def test_other_readers_of_a_run_wait_for_no_pipe_and_follow_no_link(tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "link", "large"])
 def test_seals_and_results_are_read_as_other_files(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(files, "LONGEST", 1 << 20)
-    seal, results = tmp_path / "9.json", tmp_path / "results.jsonl"
+    seal, results = tmp_path / "seal.json", tmp_path / "results.jsonl"
     for path in (seal, results):
         if kind == "pipe":
             os.mkfifo(path)
@@ -114,7 +114,7 @@ def test_seals_and_results_are_read_as_other_files(tmp_path, kind, monkeypatch):
         else:
             with path.open("wb") as file:
                 file.truncate(1 << 36)
-    assert seals.read(tmp_path, 9) is None
+    assert checkpoints.read_seal(tmp_path) is None
     with pytest.raises(Mistake, match=r"results.jsonl cannot be read: it (is not a regular|is a link|has more than)"):
         files.lines(results)
 

@@ -17,7 +17,7 @@ import pytest
 from experiments import command, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import signals
-from experiments.training import loop, program, record
+from experiments.training import checkpoints, loop, program, record
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program as made_of, start, timeless
 
@@ -306,7 +306,7 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
     lost = tmp_path / "runs" / "seed=1"
     assert about(lost)["outcome"] == "diverged: the loss is nan at step 3 (step 2 was finite)"
     assert [line["step"] for line in files.lines(lost / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
-    assert Checkpoints(lost).steps() == [2]
+    assert checkpoints.steps(lost) == [2]
     assert len(list((lost / "checkpoints").glob("failed-*"))) == 1
     assert (lost / "report.html").exists()
     with pytest.raises(Failed, match="1 of the runs failed: seed=1"):  # it would diverge again, and is not repeated
@@ -358,7 +358,7 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
             with pytest.raises(Stopped):
                 command.main([*words, f"--sweep_index={seed}"], "")
     assert [about(runs / f"seed={seed}")["outcome"] for seed in range(4)] == ["interrupted"] * 4
-    (runs / "seed=0" / "checkpoints" / "1.json").write_text("{}")
+    (runs / "seed=0" / "checkpoints" / "1" / "seal.json").write_text("{}")
     with pytest.raises(Failed, match="1 of the runs failed: seed=0"):  # as it would alone
         command.main([*words, "--sweep", "--seeds_at_once=2"], "")
     command.main([*words, "--sweep", "--seeds_at_once=2"], "")

@@ -152,9 +152,10 @@ def test_where_no_folder_can_be_made_orbax_does_not_wait_for_one(monkeypatch, tm
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     told = []
+    (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, told.append)
     monkeypatch.setattr(checkpoints_module.tempfile, "TemporaryDirectory", refused)
-    monkeypatch.setattr(checkpoints._orbax, "save", lambda *_, **__: pytest.fail("Orbax was asked to save"))
+    monkeypatch.setattr(checkpoints._manager, "save", lambda *_, **__: pytest.fail("Orbax was asked to save"))
     checkpoints.save(1, small(1), [], best=False)
     checkpoints.close()
     assert "The checkpoint of step 1 could not be written" in told[0]

@@ -213,8 +213,7 @@ def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
     record.check(tmp_path, identity(seed=1))
     made(tmp_path, seed=1).close("finished")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "1.json").write_text("{}")  # told to stop before its first line of metrics
+    (tmp_path / "checkpoints" / "1" / "state").mkdir(parents=True)  # told to stop before its first line of metrics
     with pytest.raises(Mistake, match="seed: 1 there, 2 here"):
         record.check(tmp_path, identity(seed=2))
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from experiments import command, files
 from experiments.data import images, validation
 from experiments.errors import Mistake, Stopped
-from experiments.training import digest, modes, tasks
+from experiments.training import checkpoints, digest, modes, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program
 
@@ -146,9 +146,9 @@ def test_the_best_of_validation_and_the_last_are_scored_on_the_test_split(tmp_pa
     assert last["step"] == 12
     assert best["step"] == min(evaluations, key=evaluations.get) < 12
     made = modes.make_program(read(*words))
-    with contextlib.closing(Checkpoints(tmp_path / "run")) as checkpoints:
+    with contextlib.closing(Checkpoints(tmp_path / "run")) as saved:
         for line, of_best in ((best, True), (last, False)):
-            step, state, _ = checkpoints.restore(made.shapes, best=of_best)
+            step, state, _ = saved.restore(made.shapes, best=of_best)
             wanted = made.evaluate(state, "test")
             assert (step, {name: line[name] for name in wanted}) == (line["step"], pytest.approx(wanted))
             assert made.evaluate(state, "validation")["hardened_loss"] == pytest.approx(evaluations[step])
@@ -164,8 +164,7 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     lines = train(tmp_path / "run", *words)
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [2, 4, 6]
     assert [line["step"] for line in lines if line["kind"] == "test"] == [2, 6]
-    checkpoints = sorted(int(path.stem) for path in (tmp_path / "run" / "checkpoints").glob("*.json"))
-    assert checkpoints[-1] == 6
+    assert checkpoints.steps(tmp_path / "run")[-1] == 6
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     assert ["stopped early", "after step 6 of 12"] in about["summary"]
     assert (about["steps"], about["planned_steps"]) == (6, 12)
