@@ -249,7 +249,7 @@ def test_texts_may_be_tokens_or_a_str(trained):
 
 
 def test_a_task_of_ones_own(tmp_path, monkeypatch):
-    (tmp_path / "own_sine.py").write_text(TASK.replace("mytask", "own_sine"))
+    (tmp_path / "own_sine.py").write_text(TASK.replace("sine:Sine", "own_sine:Sine"))
     monkeypatch.syspath_prepend(tmp_path)
     workdir = train(tmp_path, f"--config={tmp_path / 'own_sine.py'}", *SMALL)
     module = sys.modules.pop("own_sine")

@@ -38,6 +38,11 @@ def get_sweep(variant=""):
 """
 
 
+def sweep_of(changes):
+    """Return the config file with another sweep."""
+    return f"{CONFIG_FILE[: CONFIG_FILE.index('def get_sweep')]}def get_sweep():\n    return {changes}\n"
+
+
 def words_of(tmp_path, text=CONFIG_FILE):
     (tmp_path / "mine.py").write_text(text)
     return ["launch.py", f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path / 'runs'}"]
@@ -93,11 +98,7 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
-    text = (
-        CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")]
-        + "def get_sweep():\n    return [{'learning_rate.peak': p} for p in (1e38, 1e-3)]\n"
-    )
-    words = words_of(tmp_path, text)
+    words = words_of(tmp_path, sweep_of("[{'learning_rate.peak': p} for p in (1e38, 1e-3)]"))
     with pytest.raises(Failed, match=r"1 of the runs failed: peak=1e.38"):
         command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")
     assert [line["outcome"].partition(":")[0] for line in results(tmp_path)] == ["diverged", "finished"]
@@ -138,20 +139,24 @@ def test_folders_need_no_quotes_and_are_the_same_at_every_start():
 
 WRONG = {
     "{}": "has to return a list of changes",
+    "[1, 2]": "has to return a list of changes",
+    "[('seed', 0)]": "has to return a list of changes",
     "[{'batc': 3}]": "--config.batc: config has no field 'batc'. Did you mean config.batch",
     "[{'batch': 'x'}]": "batch='x'",
     "[{'seed': 1}, {'seed': 1}]": "has two runs named seed=1",
+    "[{'seed': 0}, {'seed': -1}]": "config.seed=-1 is not from 0",
+    "[{'seed': 0}, {'seed': 1, 'sparsity.blocks': 'sste_typo(2,4)'}]": "blocks=sste_typo.*: config.rules.*sste_typo",
+    "[{'seed': 0}, {'seed': 0, 'optimizer': 'adamm'}]": "optimizer=adamm: .*Did you mean 'adam'",
     "1 / 0": r"mine.py, line \d+: ZeroDivisionError",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_sweep_that_is_wrong(text, tmp_path):
-    words = words_of(
-        tmp_path, CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n"
-    )
+def test_a_mistake_in_any_run_is_told_before_the_first(text, tmp_path):
+    words = words_of(tmp_path, sweep_of(text))
     with pytest.raises(Mistake, match=WRONG[text]):
         command.main([*words, "--sweep"], "")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
@@ -201,10 +206,7 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
 
 # ---- side by side ----
 
-SEEDS = (
-    CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")].replace('"0"', '"50%"')
-    + "def get_sweep():\n    return [{'seed': s} for s in range(4)]\n"
-)
+SEEDS = sweep_of("[{'seed': s} for s in range(4)]").replace('"0"', '"50%"')
 SEEDS = SEEDS.replace("return c.lock()", "c.optimizer = 'sgd'\n    return c.lock()")
 
 

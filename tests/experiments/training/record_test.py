@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -244,6 +245,14 @@ def test_a_directory_that_holds_something_else_is_refused_and_left(files, linked
         record.check(workdir, identity())
     left = {str(p.relative_to(place)): p.read_text() for p in place.rglob("*") if p.is_file()}
     assert left == files
+
+
+def test_a_directory_that_is_a_file_or_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Mistake, match="is a file, not a directory"):
+        record.check(tmp_path / "file", identity())
+    with pytest.raises(Mistake, match="--workdir=/proc/run cannot be written"):  # also by root
+        record.check(Path("/proc/run"), identity())
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile", "model", "twin"])

@@ -28,7 +28,7 @@ from experiments.scale import signals
 from experiments.training import checkpoints as checkpoints_module, events, loop, meter, modes, settings
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.screen import Screen
-from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, start, timeless
+from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, program, start, timeless
 
 
 @pytest.fixture(scope="session")
@@ -445,6 +445,12 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
     assert "is in" in " ".join(capsys.readouterr().out.split())
     assert len(list((tmp_path / "a" / "checkpoints").glob("failed-*"))) == 1
     kept = int(re.search(r"The checkpoint of step (\d) is kept", str(error.value))[1])
+    outcome = json.loads((tmp_path / "a" / "run.json").read_text())["outcome"]
+    assert re.match(r"diverged: the .* after step 3 is (nan|inf)", outcome)
+    assert (tmp_path / "a" / "report.html").exists()
+    step, state, _ = Checkpoints(tmp_path / "a").restore(program("configs/resnet_24.py:smoke").shapes)
+    assert step == kept == 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
     monkeypatch.setattr(settings, "learning_rate", rate)
     again = [*words, "--config.learning_rate.peak=1e-4", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"]
     command.main(again, "")
