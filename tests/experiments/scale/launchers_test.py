@@ -85,7 +85,7 @@ def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
     assert srun == f"srun --cpus-per-task=8 .venv/bin/python {launched}"
     assert rest == ["scontrol requeue 77"] * again
     asked = command.read(launched.split())
-    assert (asked.distributed, asked.index) == ("auto", 3)
+    assert (asked.distributed, asked.sweep_index) == ("auto", 3)
 
 
 def test_the_jobset_agrees_with_itself():
