@@ -66,7 +66,7 @@ def carry_out(
     task = tasks.task(config, plan=mode == "plan") if program is None else program.task
     screen = Screen(task.unit)
     with _taken(runs) if mode == "train" else contextlib.nullcontext():
-        if mode == "train" and processes.agreed(lambda: all(run.finished() for run in runs)):
+        if mode == "train" and processes.agreed(lambda: all(record.finished(run.workdir) for run in runs)):
             page = runs[0].workdir / "report.html"
             saved = " The tags and the note that you gave are saved." if runs[0].labels else ""
             screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.{saved}")
@@ -104,7 +104,7 @@ def checked(run: Run, origin: Path | None, traced: int) -> Program:
       traced: The number of steps that a profile traces, or 0.
     """
     if processes.first():
-        run.check()
+        record.check(run.workdir, run.identity)
     if origin is not None:
         refuse_origin(origin, run.identity)
     program = make_program(run.config)

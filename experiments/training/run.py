@@ -40,10 +40,6 @@ class Run:
         self.pending: list[dict] = []  # figures of the steps since the last line of metrics
         self.best: tuple[int, float] | None = None  # the step and the score of the best evaluation so far
 
-    def check(self) -> None:
-        """Refuse a directory that cannot be written, or that holds a run of another config."""
-        record.check(self.workdir, self.identity)
-
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Keep other processes from writing to the run's directory inside the context, unless it is finished.
@@ -51,18 +47,16 @@ class Run:
         Raises:
           Mistake: If the directory cannot hold this run, or if another process writes to it.
         """
-        self.check()
-        if self.finished():  # its directory is only read, except for new labels
+        record.check(self.workdir, self.identity)
+        if record.finished(self.workdir):  # its directory is only read, except for new labels
             record.complete(self.workdir, self.labels | self.comparison(record.read(self.workdir) or {}))
             yield
             return
         with lock.held(self.workdir):
-            self.check()  # another process may have begun a run here, and ended, in between
+            record.check(
+                self.workdir, self.identity
+            )  # another process may have had a run here in between
             yield
-
-    def finished(self) -> bool:
-        """Return whether the directory holds this run finished."""
-        return record.finished(self.workdir)
 
     def comparison(self, about: dict) -> dict[str, str]:
         """Return what run.json says of a finished run beside its twin, if it has one."""

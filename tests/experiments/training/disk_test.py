@@ -75,6 +75,9 @@ def test_on_a_full_disk_a_run_ends_in_a_sentence_and_the_same_command_completes_
         if code:
             ends_in_a_sentence(said, process.returncode)
             assert "step 6/6" in said  # the run went on
+            assert "could not be written: no space is left on the disk" in " ".join(said.split())
+            kept = "The checkpoint of step 2 is kept in" if size > 60 else "There is no checkpoint to continue from"
+            assert kept in " ".join(said.split())
     assert process.returncode == 0, said
     assert outcome(tmp_path / "disk" / "run") == "finished"
     assert (tmp_path / "disk" / "run" / "report.html").exists()

@@ -1,14 +1,12 @@
 """Runs that are killed, told to stop, or find the disk full, and end as if nothing had happened."""
 
 import contextlib
-import gc
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -343,49 +341,7 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
         Checkpoints(tmp_path, lambda text: None).restore(shapes())
 
 
-# ---- a full disk ----
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A small one."""
-    (place := tmp_path / "disk").mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
-    if done.returncode:
-        pytest.skip("a file system of its own may not be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@pytest.mark.slow
-def test_a_full_disk_costs_checkpoints_and_not_the_run(disk, monkeypatch, capsys):
-    words = ["launch.py", "--config=configs/resnet_24.py:smoke", "--config.steps=10", "--config.evaluate=2"]
-    words += ["--config.measure=0"]
-    save = Checkpoints.save
-
-    def filling(self, step, *rest, **options):
-        if step == 6:
-            self.wait()
-            subprocess.run(["dd", "if=/dev/zero", f"of={disk / 'filler'}"], capture_output=True)  # until it is full
-        if step == 10:
-            (disk / "filler").unlink()
-        save(self, step, *rest, **options)
-        self.wait()
-
-    monkeypatch.setattr(Checkpoints, "save", filling)
-    command.main([*words, f"--workdir={disk / 'a'}"], "")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The checkpoint of step 6 could not be written: no space is left on the disk." in said
-    assert "The checkpoint of step 4 is kept" in said
-    assert [line["step"] for line in files.lines(disk / "a" / "metrics.jsonl") if line["kind"] == "eval"] == [
-        2,
-        4,
-        6,
-        8,
-        10,
-    ]
-    assert checkpoints_module.steps(disk / "a")[-1] == 10
-    gc.collect()  # here, and not in another test
+# ---- lines, and a feed ----
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
