@@ -53,9 +53,7 @@ class Run:
             yield
             return
         with lock.held(self.workdir):
-            record.check(
-                self.workdir, self.identity
-            )  # another process may have had a run here in between
+            record.check(self.workdir, self.identity)  # another process may have had a run here in between
             yield
 
     def comparison(self, about: dict) -> dict[str, str]:

@@ -433,12 +433,13 @@ def test_the_drafts_of_a_killed_process_are_removed(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_another_method_makes_its_scales_again(tmp_path, capsys):
-    """The scale of S-STE at 1:4 is that of the restored weights: <w, s> / <s, s>, s = sign(w) max(|w| - t, 0)."""
+    """The scale of S-STE at 1:4 is that of the restored weights: <w, s> / <s, s>, s = sign(w) max(|w| - t, 0). Noise is
+    that of the run's own seed."""
     words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.ema=0.9"]
     words += ["--config.measure=0"]
     for name, method in {"a": "s_ste(2,4)", "b": "s_ste(1,4)", "c": "s_ste(2,4)"}.items():
-        words += [f"--config.sparsity.blocks={method}"]
-        start = [f"--from={tmp_path / 'a'}", "--config.steps=6"] if name != "a" else []
+        words += [f"--config.sparsity.blocks={method}; drhs_g=mvue(2,4)"]
+        start = [f"--from={tmp_path / 'a'}", "--config.steps=6", "--config.seed=1"] if name != "a" else []
         asked = command.read([*words, *start, f"--workdir={tmp_path / name}"])
         if name == "a":
             command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
@@ -448,6 +449,12 @@ def test_a_run_of_another_method_makes_its_scales_again(tmp_path, capsys):
         (restored,) = loop.restore(program, [run], Screen("images"), tmp_path / "a")
         said = " ".join(capsys.readouterr().out.split())
         assert ("scales and held masks are made again" in said) == (name == "b")
+        own, state = flat(program.init(np.uint32(1)).rest), restored.state
+        assert (restored.step, int(state.seed)) == (4, 1)
+        for found in map(flat, (state.rest, state.ema[1])):
+            words_of = [path for path in found if path.endswith("words")]
+            assert words_of
+            assert all((found[path] == own[path]).all() for path in words_of)
         model = nnx.merge(program.graph, restored.state.params, restored.state.rest)
         averages = nnx.merge(program.graph, *restored.state.ema)
         for path, scale in nm.nnx.scales(model).items():
@@ -458,30 +465,6 @@ def test_a_run_of_another_method_makes_its_scales_again(tmp_path, capsys):
             right = np.isclose(scale, (w * s).sum() / (s * s).sum(), rtol=1e-5)
             assert bool(right) == (name == "b")
             assert nm.nnx.scales(averages)[path] == scale
-
-
-@pytest.mark.slow
-def test_a_run_that_begins_from_another_has_the_noise_of_its_own_seed(tmp_path):
-    words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.ema=0.9"]
-    words += ["--config.sparsity.blocks=ste(2,4); drhs_g=mvue(2,4)"]
-    command.main([*words, "--config.seed=0", f"--workdir={tmp_path / 'a'}"], "")
-    words += ["--config.seed=1", "--config.steps=6"]
-    command.main([*words, f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"], "")
-    about = json.loads((tmp_path / "b" / "run.json").read_text())
-    assert about["origin"] == {"directory": str(tmp_path / "a"), "step": 4}
-    assert about["header"][-1] == ["began with", f"the state of {tmp_path / 'a'} at step 4"]
-    made = modes.make_program(command.read(words).config)
-    with contextlib.closing(Checkpoints(tmp_path / "b", lambda text: None)) as checkpoints:
-        step, state, _ = checkpoints.restore(made.shapes)
-    own = made.init(np.uint32(1))
-    assert (step, int(state.seed)) == (6, 1)
-    for rest in (state.rest, state.ema[1]):
-        found, wanted = (
-            {name: v for name, v in flat(tree).items() if name.endswith("words")} for tree in (rest, own.rest)
-        )
-        assert found
-        for name, value in found.items():
-            np.testing.assert_array_equal(value, wanted[name])
 
 
 def flat(tree):
@@ -498,7 +481,9 @@ def test_a_run_continues_with_its_own_data_and_its_own_beginning(tmp_path):
     words += [f"--config.data.name={tmp_path / 'notes.txt'}"]
     command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
     command.main([*words, "--config.steps=6", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"], "")
-    origin = json.loads((tmp_path / "b" / "run.json").read_text())["origin"]
+    about = json.loads((tmp_path / "b" / "run.json").read_text())
+    assert (origin := about["origin"]) == {"directory": str(tmp_path / "a"), "step": 4}
+    assert about["header"][-1] == ["began with", f"the state of {tmp_path / 'a'} at step 4"]
     for name in "ab":
         about = json.loads((tmp_path / name / "run.json").read_text())
         (tmp_path / name / "run.json").write_text(json.dumps(about | {"outcome": "interrupted"}))
