@@ -34,15 +34,10 @@ def changes(plan: Plan, steps: int) -> tuple[int, ...]:
       plan: The plan.
       steps: The number of steps of the run.
     """
-    before, found = gains(plan, 0), []
-    if before:
-        found.append(0)
-    for step in plan.phases:
-        now = gains(plan, step)
-        if step < steps and (now or before):
-            found.append(step)
-        before = now
-    return tuple(found)
+    starts = [0, *plan.phases]
+    now = [gains(plan, start) for start in starts]
+    changed = zip(starts, now, [False, *now], strict=False)
+    return tuple(start for start, gains_now, before in changed if start < steps and (gains_now or before))
 
 
 class Phases:

@@ -170,7 +170,7 @@ def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **f
             f"config.model.name={name!r}: {error}. It is called with rngs, {', '.join(sorted(arguments))}: the fields "
             "of config.model, and what the task fixes."
         ) from error
-    return partial(_made, make, name, arguments)
+    return partial(made, make, name, **arguments)
 
 
 def _signature(make: Callable) -> inspect.Signature:
@@ -194,9 +194,9 @@ def _accepted(make: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _made(make: Callable, name: str, arguments: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.Module:
-    """Make a model of another module."""
-    made = make(**arguments, rngs=rngs)
+def made(make: Callable, name: str, /, *inside: nnx.Module, rngs: nnx.Rngs, **arguments: Any) -> nnx.Module:
+    """Make a model of another module, perhaps around another model. Refuse what is no model."""
+    made = make(*inside, **arguments, rngs=rngs)
     if not isinstance(made, nnx.Module):
         raise Mistake(f"config.model.name={name!r} makes a {type(made).__name__}, not an nnx.Module.")
     return made

@@ -64,9 +64,8 @@ def test_a_model_gets_the_fields_of_the_config_and_what_the_task_fixes(outside):
     config = read("mixer.py")
     assert settings.foreign_names(config) == ["mixer:Mixer"]
     model = tasks.task(config).model
-    assert model.args[1:] == ("mixer:Mixer", model.args[2])
     fixed = {"image": 8, "channels": 1, "classes": 10, "dtype": None}
-    assert model.args[2] == fixed | {"patch": 2, "width": 32}
+    assert (model.args[1], model.keywords) == ("mixer:Mixer", fixed | {"patch": 2, "width": 32})
 
 
 @pytest.mark.parametrize(
