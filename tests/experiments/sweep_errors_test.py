@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import collected, command, config_files, files, members, sweep
+from experiments import collected, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped, Taken
 from experiments.training import lock
-from tests.experiments.sweep_test import words_of
 
 
 def of_seeds(count=3):
@@ -234,15 +233,6 @@ def test_runs_of_one_config_are_each_trained(tmp_path):
     runs = Runs(tmp_path / "runs")
     runs.sweep(both, results=tmp_path / "all.jsonl")
     assert runs.trained == [[0], [0]]
-
-
-def test_files_of_results_that_are_refused(tmp_path):
-    words = [*words_of(tmp_path), "--sweep"]
-    with pytest.raises(Mistake, match=r"a sweep writes its own file of this name.* such as \S+all\.jsonl\."):
-        command.main([*words, f"--results={tmp_path / 'results.jsonl'}"], "")
-    with pytest.raises(Mistake, match=r"--results=/proc/all\.jsonl cannot be written"):
-        command.main([*words, "--results=/proc/all.jsonl"], "")
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_sweep_that_got_a_field_finds_its_runs(tmp_path):

@@ -122,20 +122,9 @@ def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
 # ---- what is refused, and which steps are chosen ----
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--profile=0"], "--profile=0: 0 is not a positive integer"),
-        (["--profile=2.5"], "profile"),
-        (["--profile=2", "--mode=plan"], "needs a single run that trains: leave out --mode=plan"),
-        (["--profile=2", "--mode=eval"], "needs a single run that trains: leave out --mode=eval"),
-        (["--profile=2", "--sweep"], "needs a single run that trains: leave out --sweep"),
-        (["--profile=25"], "--profile=25 is more than the 24 steps of the run. Give fewer."),
-    ],
-)
-def test_a_profile_that_makes_no_sense_is_refused(words, error, tmp_path):
-    with pytest.raises(Mistake, match=error):
-        command.main(["launch.py", *CONFIG, f"--workdir={tmp_path}", *words], "")
+def test_more_steps_than_the_run_has_are_refused(tmp_path):
+    with pytest.raises(Mistake, match="--profile=25 is more than the 24 steps of the run. Give fewer."):
+        command.main(["launch.py", *CONFIG, f"--workdir={tmp_path}", "--profile=25"], "")
     assert not (tmp_path / "run.json").exists()
 
 
