@@ -1,43 +1,12 @@
-"""The phases of a run, in each of which another program may take the steps, and their compilation.
-
-The first programs are compiled before training, and that of each later phase in the background.
-"""
+"""Compiles the programs of a run: the first ones before training, and that of each later phase in the background."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from nmjax.nnx import Plan
-
-if TYPE_CHECKING:
-    from experiments.training.program import Program
-
-FAST = ("packed", "compacted", "fp8")
-
-
-def gains(plan: Plan, step: int) -> bool:
-    """Return whether more products run in a fast way in the phase of a step than in one program for all steps.
-
-    Args:
-      plan: The plan.
-      step: The step.
-    """
-    return bool(plan.phases) and any(plan.runs_at(step).get(how, 0) > plan.runs.get(how, 0) for how in FAST)
-
-
-def changes(plan: Plan, steps: int) -> tuple[int, ...]:
-    """Return the steps at which a run changes its program: to or from a phase that gains.
-
-    Args:
-      plan: The plan.
-      steps: The number of steps of the run.
-    """
-    starts = [0, *plan.phases]
-    now = [gains(plan, start) for start in starts]
-    changed = zip(starts, now, [False, *now], strict=False)
-    return tuple(start for start, gains_now, before in changed if start < steps and (gains_now or before))
+from experiments.training.program import Program
 
 
 class Phases:
@@ -48,11 +17,11 @@ class Phases:
       arrays: What the feed yields.
     """
 
-    def __init__(self, program: "Program", arrays: Any):
+    def __init__(self, program: Program, arrays: Any):
         self.whole, self.arrays = program, arrays
         self.next: Future | None = None
 
-    def begin(self, step: int, measure: bool) -> tuple["Program", int | None]:
+    def begin(self, step: int, measure: bool) -> tuple[Program, int | None]:
         """Compile what a run begins with, in parallel.
 
         Args:
@@ -74,7 +43,7 @@ class Phases:
         self._prepare(step)
         return program, _memory(train)
 
-    def change(self, step: int) -> tuple["Program", int | None]:
+    def change(self, step: int) -> tuple[Program, int | None]:
         """Return the same as `begin` for the phase that begins at a step, and start to compile the phase after it."""
         memory = None
         if self.next is not None and not self.next.exception():  # if it failed, the step compiles again and raises
