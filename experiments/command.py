@@ -87,7 +87,7 @@ def carry_out(asked: "Asked", words: str) -> None:
 
 def _twin(asked: "Asked", config: ConfigDict) -> Any:
     """Return the twin of a run, or None if its config file names none."""
-    if not config.get("twin"):
+    if not config.twin:
         return None
     from experiments.training import twin
 
@@ -111,7 +111,7 @@ def _check(asked: "Asked") -> None:
         raise Mistake(f"--profile={asked.profile} needs a single run that trains: leave out {flag}.")
     if asked.with_twin and (mode != "train" or asked.sweeping):
         raise Mistake("--with_twin trains one run and its twin: leave out --sweep, --sweep_index and --mode.")
-    if asked.with_twin and not asked.config.get("twin"):
+    if asked.with_twin and not asked.config.twin:
         raise Mistake(f"--with_twin: {asked.config_file} names no twin. Write --config.twin=FILE.")
     if asked.sink:
         if mode != "train":

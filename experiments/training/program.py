@@ -89,7 +89,7 @@ class Program:
         config = self.config
         self.total = settings.steps(config, self.task.examples)
         self.evaluations = settings.duration(config.evaluate, self.total, "config.evaluate") or self.total
-        self.patience = settings.duration(config.get("stop", "0"), self.total, "config.stop")
+        self.patience = settings.duration(config.stop, self.total, "config.stop")
         self.measures = settings.duration(config.measure, self.total, "config.measure")
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)

@@ -60,7 +60,7 @@ class Run:
         """Return what run.json says of a finished run beside its twin, if it has one."""
         if self.twin is None or "figures" not in about:
             return {}
-        told = (about["metric"], about["figures"], about["flops"], about.get("measured", {}))
+        told = (about["metric"], about["figures"], about["flops"], about["measured"])
         return {"comparison": twins.comparison(self.twin, self.workdir, *told)}
 
     def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:

@@ -27,7 +27,6 @@ from nmjax.pruners.input_norms import needs_norms
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
 KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
 LONGEST = 1000  # characters of a method in a recorded config
-OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 SHAPES = ("constant", "linear", "cosine")
 
 
@@ -107,7 +106,7 @@ def _check_fields(held: dict, fields: dict, whole: bool, what: str = "") -> None
     """Refuse an object of a recorded config that lacks a field, or has one of another type."""
     for name, like in fields.items():
         if name not in held:
-            if whole and name not in OLDER:
+            if whole:
                 raise ValueError(f"it has no {what}{name}")
             continue
         value, kinds = held[name], {float: (int, float), tuple: (list, tuple)}.get(type(like), (type(like),))

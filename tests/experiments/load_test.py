@@ -173,21 +173,6 @@ def test_the_data_set_is_not_needed(trained, name, monkeypatch):
     assert load_run(workdir).weights
 
 
-def test_a_run_that_recorded_no_sizes_needs_its_data_set(trained, tmp_path, monkeypatch):
-    monkeypatch.delenv("NMJAX_DATA", raising=False)
-    workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
-    wanted = load_run(workdir).weights
-    about = json.loads((workdir / "run.json").read_text())
-    assert about.pop("sizes")["model"] == {"image": 8, "channels": 1, "classes": 10}
-    (workdir / "run.json").write_text(json.dumps(about))
-    run = load_run(workdir)
-    assert all((run.weights[path] == wanted[path]).all() for path in wanted)
-    assert run.predict(np.zeros((2, 8, 8, 1), np.uint8)).shape == (2, 10)
-    change(workdir, "data", {"name": "cifar10", "dir": str(tmp_path)})
-    with pytest.raises(Mistake, match="cifar"):
-        load_run(workdir)
-
-
 # ---- inputs ----
 
 

@@ -182,16 +182,6 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     assert stable(again) == stable(lines)
 
 
-def test_a_config_without_the_fields_evaluates_on_the_test_split():
-    config = read("--config=configs/vit_dense.py:smoke")
-    with config.unlocked():
-        del config.data["validation"]
-        del config["stop"]
-    made = modes.make_program(config)
-    assert not made.task.validates
-    assert (made.patience, made.task.examples) == (0, 1437)
-
-
 def test_runs_side_by_side_do_not_stop_early(tmp_path):
     config = read(*SMALL, "--config.stop=4")
     runs = [modes.Run(name, config, tmp_path / name) for name in "ab"]
