@@ -146,6 +146,7 @@ def test_closing_after_a_save_that_failed_raises_nothing(tmp_path):
         checkpoints.save(1, state, [], best=False)
         checkpoints.close()
     assert checkpoints.lost is not None
+    assert not list(checkpoints.directory.iterdir())  # what was written is gone: the disk is full
 
 
 def test_where_no_folder_can_be_made_orbax_does_not_wait_for_one(monkeypatch, tmp_path):

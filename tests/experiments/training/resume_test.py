@@ -328,6 +328,8 @@ def test_a_seal_holds_nothing_of_later_steps(tmp_path):
 def test_the_last_two_and_the_best_are_kept(tmp_path):
     saved(tmp_path, *range(1, 7), best=(1, 3))
     assert checkpoints_module.steps(tmp_path) == [3, 5, 6]
+    saved(tmp_path / "other", *range(1, 6), best=(1, 2))
+    assert checkpoints_module.steps(tmp_path / "other") == [2, 4, 5]
     assert Checkpoints(tmp_path).restore(shapes(), best=True).step == 3
     for step in (3, 5, 6):
         (tmp_path / "checkpoints" / str(step) / "seal.json").write_text("{")
