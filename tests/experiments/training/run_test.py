@@ -16,7 +16,7 @@ from flax import nnx
 from experiments import command, config_files, files
 from experiments.bench import train as bench
 from experiments.errors import Failed, Mistake
-from experiments.training import image
+from experiments.training import image, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import (
     as_people_run_it as as_people_run_it,
@@ -258,7 +258,6 @@ def test_weights_that_are_drawn_have_no_flips():
         ("vit_24", "dtype=float16", "config.dtype"),
         ("gpt_sste", "data.length=1000000", "longer text"),
         ("gpt_sste", "data.tokenizer=absent.json", "absent.json"),
-        ("gpt_sste", "data.name=absent.txt", "absent.txt"),
     ],
 )
 def test_what_cannot_be_done_is_said(name, change, said):
@@ -266,6 +265,12 @@ def test_what_cannot_be_done_is_said(name, change, said):
     with pytest.raises(Mistake, match=said) as caught:
         program(f"configs/{name}.py:smoke", f"--config.{change}")
     assert ("\n" in str(caught.value)) == ("(?s)" in said)
+
+
+def test_missing_data_are_one_line():
+    with pytest.raises(Mistake, match="absent.txt") as caught:
+        tasks.task(command.read(["launch.py", "--config=configs/gpt_sste.py", "--config.data.name=absent.txt"]).config)
+    assert "\n" not in str(caught.value)
 
 
 # ---- whole runs ----
