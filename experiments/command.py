@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -65,7 +65,7 @@ def carry_out(asked: "Asked", words: str) -> None:
         return
     config = asked.config
     if asked.planned:
-        config = members.at(members.listed(config, asked.changes()), asked.index).config
+        config = members.at(members.listed(config, asked.changes()), asked.sweep_index).config
     origin = Path(asked.origin) if asked.origin else None
     workdir = Path(asked.workdir or f"runs/{members.folder(asked.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
     new = asked.mode == "train" and not asked.workdir
@@ -77,17 +77,17 @@ def carry_out(asked: "Asked", words: str) -> None:
         if asked.with_twin:
             program = modes.checked(run, origin, traced)  # mistakes are told before the twin is trained
             beside = modes.Run(f"{asked.name}, its twin", twin.config, workdir / "twin", asked.labels)
-            stopped_by = modes.carry_out("train", [beside], words, sink=asked.sink, again=again)
+            stopped_by = modes.carry_out("train", [beside], words, sink=asked.sink or "", again=again)
             if stopped_by:
                 raise Stopped(
                     f"interrupted by {stopped_by.name} after the last step of the twin. {again} continues.", stopped_by
                 )
-        modes.carry_out(asked.mode, [run], words, origin, program, asked.sink, traced=traced, again=again)
+        modes.carry_out(asked.mode, [run], words, origin, program, asked.sink or "", traced=traced, again=again)
 
 
 def _twin(asked: "Asked", config: ConfigDict) -> Any:
     """Return the twin of a run, or None if its config file names none."""
-    if not config.get("twin"):
+    if not config.twin:
         return None
     from experiments.training import twin
 
@@ -98,7 +98,7 @@ def _twin(asked: "Asked", config: ConfigDict) -> Any:
 
 def _check(asked: "Asked") -> None:
     """Refuse flags that do not go together."""
-    mode, seeds = asked.mode, asked.at_once
+    mode, seeds = asked.mode, asked.seeds_at_once
     if mode == "eval" and not asked.workdir:
         raise Mistake("--mode=eval needs --workdir, the directory of a run.")
     if asked.sweeping and (asked.origin or mode != "train" and not asked.planned):
@@ -111,7 +111,7 @@ def _check(asked: "Asked") -> None:
         raise Mistake(f"--profile={asked.profile} needs a single run that trains: leave out {flag}.")
     if asked.with_twin and (mode != "train" or asked.sweeping):
         raise Mistake("--with_twin trains one run and its twin: leave out --sweep, --sweep_index and --mode.")
-    if asked.with_twin and not asked.config.get("twin"):
+    if asked.with_twin and not asked.config.twin:
         raise Mistake(f"--with_twin: {asked.config_file} names no twin. Write --config.twin=FILE.")
     if asked.sink:
         if mode != "train":
@@ -119,7 +119,7 @@ def _check(asked: "Asked") -> None:
         sinks.check(asked.sink)
     if asked.labels and mode != "train":
         raise Mistake(f"--tag and --note need a run that trains. With --mode={mode}, leave them out.")
-    if seeds < 1 or seeds > 1 and (not asked.sweep or asked.index is not None):
+    if seeds < 1 or seeds > 1 and (not asked.sweep or asked.sweep_index is not None):
         raise Mistake(
             f"--seeds_at_once={seeds}: write at least 1. A number above 1 needs --sweep, and cannot be combined with "
             "--sweep_index."
@@ -169,61 +169,50 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
             for each in group
         ]
         traced = asked.profile or 0
-        return modes.carry_out("train", runs, words, program=program, sink=asked.sink, plans=plans, traced=traced)
+        return modes.carry_out("train", runs, words, program=program, sink=asked.sink or "", plans=plans, traced=traced)
 
     plans: list[Any] = []  # those that runs have shown
     make = lambda member: modes.make_program(member.config)
     results = Path(asked.results) if asked.results else None
     runs = members.listed(asked.config, asked.changes())
-    for member in runs if asked.index is None else [members.at(runs, asked.index)]:
+    for member in runs if asked.sweep_index is None else [members.at(runs, asked.sweep_index)]:
         modes.check(member.config, member.name)
-    sweep.run(runs, workdir, asked.index, asked.at_once, make, side_by_side, results, asked.labels)
+    sweep.run(runs, workdir, asked.sweep_index, asked.seeds_at_once, make, side_by_side, results, asked.labels)
 
 
-class Asked(NamedTuple):
-    """A command line, read.
+class Asked:
+    """A command line, read. Each flag of `usage.FLAGS` is an attribute.
 
     Attributes:
       config: The settings of the config file, with the changes of the command line.
       config_file: FILE or FILE:VARIANT.
-      workdir: The run's directory, or "".
-      mode: "train", "eval", "plan" or "config".
-      origin: The directory of the run that this one begins with, or "".
-      distributed: "auto", "off", HOST:PORT,N,I, or "".
-      sweep: Whether all runs of the config file's sweep are trained.
-      index: The one run of the sweep that is, or None.
-      at_once: How many runs that differ in their seed alone are trained side by side.
-      sink: The service that gets the numbers too, or "".
-      profile: How many steps a profile traces, or None.
-      with_twin: Whether the run's twin is trained first.
-      results: The file that gets a line for every run of a sweep that has finished or diverged, or "".
-      labels: The tags and the note of the run, as record.labels returns them.
     """
 
-    config: ConfigDict
-    config_file: str
-    workdir: str
-    mode: str
-    origin: str
-    distributed: str
-    sweep: bool
-    index: int | None
-    at_once: int
-    sink: str
-    profile: int | None
-    with_twin: bool
-    results: str
-    labels: dict[str, Any]
+    def __init__(self, config: ConfigDict, config_file: str, values: flags.FlagValues):
+        self.config, self.config_file, self._flags = config, config_file, values
+
+    def __getattr__(self, name: str) -> Any:
+        return self._flags[name].value
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The tags and the note of the run, as record.labels returns them."""
+        return record.labels(self.tag, self.note)
+
+    @property
+    def origin(self) -> str:
+        """The directory of the run that this one begins with, or ""."""
+        return getattr(self, "from")
 
     @property
     def sweeping(self) -> bool:
         """Return True if the command is about the config file's sweep."""
-        return self.sweep or self.index is not None
+        return self.sweep or self.sweep_index is not None
 
     @property
     def planned(self) -> bool:
         """Return True if the command plans one run of a sweep."""
-        return self.mode == "plan" and self.index is not None
+        return self.mode == "plan" and self.sweep_index is not None
 
     @property
     def name(self) -> str:
@@ -233,11 +222,8 @@ class Asked(NamedTuple):
 
     def alike(self) -> dict[str, Any]:
         """Return the flags that all processes of a run have to agree on."""
-        own = {
-            f"--{name}": getattr(self, name)
-            for name in ("workdir", "mode", "sweep", "sink", "profile", "with_twin", "results")
-        }
-        return {"--config": self.config_file, "--from": self.origin, "--sweep_index": self.index} | own
+        own = set(usage.FLAGS) - {"distributed", "seeds_at_once", "tag", "note"}
+        return {"--config": self.config_file} | {f"--{name}": getattr(self, name) for name in sorted(own)}
 
     def changes(self) -> list[dict]:
         """Return what every run of the config file's sweep changes."""
@@ -294,22 +280,7 @@ def read(argv: list[str]) -> Asked:
                 f"--config.sparsity.{name}: no rule uses {name!r}. Also write "
                 f"--config.rules=\"((PATTERN,'{name}'),...)\"{hint}"
             )
-    return Asked(
-        config=config,
-        config_file=config_file,
-        workdir=values.workdir,
-        mode=values.mode,
-        origin=values["from"].value,
-        distributed=values.distributed,
-        sweep=values.sweep,
-        index=values.sweep_index,
-        at_once=values.seeds_at_once,
-        sink=values.sink or "",
-        profile=values.profile,
-        with_twin=values.with_twin,
-        results=values.results,
-        labels=record.labels(values.tag, values.note),
-    )
+    return Asked(config, config_file, values)
 
 
 def _split(argv: list[str]) -> tuple[list[str], str | None]:
@@ -341,18 +312,21 @@ def _adds_method(config: ConfigDict, field: str) -> bool:
 
 
 def _flags() -> flags.FlagValues:
-    values, words = flags.FlagValues(), {name: words for name, (_, words) in usage.FLAGS.items()}
-    for name in ("workdir", "from", "distributed", "results"):
-        flags.DEFINE_string(name, "", words[name], flag_values=values)
-    flags.DEFINE_enum("mode", "train", usage.FLAGS["mode"][0].split("|"), words["mode"], flag_values=values)
-    flags.DEFINE_boolean("sweep", False, words["sweep"], flag_values=values)
-    flags.DEFINE_boolean("with_twin", False, words["with_twin"], flag_values=values)
-    flags.DEFINE_integer("sweep_index", None, words["sweep_index"], flag_values=values)
-    flags.DEFINE_integer("seeds_at_once", 1, words["seeds_at_once"], flag_values=values)
-    flags.DEFINE_integer("profile", None, words["profile"], lower_bound=1, flag_values=values)
-    flags.DEFINE_multi_string("tag", None, words["tag"], flag_values=values)
-    flags.DEFINE_string("note", None, words["note"], flag_values=values)
-    flags.DEFINE_enum("sink", None, list(sinks.SINKS), words["sink"], flag_values=values)
+    """Return the flags of `usage.FLAGS`, with their defaults."""
+    more: dict[str, tuple] = {  # flags that are no texts, or whose default is not ""
+        "mode": (flags.DEFINE_enum, "train", usage.FLAGS["mode"][0].split("|")),
+        "sink": (flags.DEFINE_enum, None, list(sinks.SINKS)),
+        "sweep_index": (flags.DEFINE_integer, None),
+        "seeds_at_once": (flags.DEFINE_integer, 1),
+        "profile": (flags.DEFINE_integer, None),
+        "tag": (flags.DEFINE_multi_string, None),
+        "note": (flags.DEFINE_string, None),
+    }
+    values = flags.FlagValues()
+    for name, (form, words) in usage.FLAGS.items():
+        define, *defaults = more.get(name, (flags.DEFINE_string, "") if form else (flags.DEFINE_boolean, False))
+        bound = {"lower_bound": 1} if name == "profile" else {}
+        define(name, *defaults, words, flag_values=values, **bound)
     return values
 
 

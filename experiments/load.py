@@ -166,13 +166,13 @@ def _check(path: Path, config: ConfigDict, foreign: bool) -> None:
 def _described(config: ConfigDict, about: dict[str, Any]) -> tuple[Callable[..., nnx.Module], int, dict[str, Any]]:
     """Return the function that makes the dense model, the steps of the run, and what it recorded of its data."""
     known, sizes = MODELS.get(config.experiment), about.get("sizes")
-    total = about.get("planned_steps", about["steps"])
+    total = about["planned_steps"]
     if config.experiment == "finetune" and sizes:  # the checkpoint that it began with says what model it is
         classes = len(sizes["classes"]) if "classes" in sizes else None
         return pretrained.start(config, classes, values=False).make, total, {}
     if known and sizes:
         return settings.model(config, known, **sizes["model"]), total, sizes
-    task = tasks.task(config)  # with its data: it is of another module, or the run recorded no sizes
+    task = tasks.task(config)  # with its data: it is of another module
     make = lambda rngs: task.make(rngs)
     return make, settings.steps(config, task.examples), task.sizes if known else {}
 

@@ -62,7 +62,7 @@ def run(
         sweep.reuse(runs if index is None else [runs[index]], results)
     for number in sweep.numbers(index):
         member, group, stopped_by = runs[number], [], None
-        if not processes.agreed(partial(record.is_done, workdir / member.folder)):
+        if not processes.agreed(partial(sweep.done, member)):
             group, stopped_by = sweep.train_from(number, at_once, alone=index is not None)
         else:
             if processes.first():
@@ -88,7 +88,7 @@ def run(
         )
     if sweep.unwritten:
         raise Failed(f"{sweep.unwritten} Run the same command again: it adds the lines, and repeats no run.")
-    left = [member.name for member in sweep.left if not record.is_done(workdir / member.folder)]
+    left = [member.name for member in sweep.left if not sweep.done(member)]
     if left:
         raise Failed(
             f"not done: {', '.join(left)}. Other processes are training these runs, or runs beside them. Wait until "
@@ -110,6 +110,10 @@ class _Sweep:
         self._program: Any = None
         self._made_for: Member | None = None
 
+    def done(self, member: Member) -> bool:
+        """Return whether a run finished or diverged, in this command or another."""
+        return record.is_done(self.workdir / member.folder)
+
     def numbers(self, index: int | None) -> Iterator[int]:
         """Yield the numbers of the runs to do: first all, then those that another process had and did not finish.
 
@@ -120,15 +124,14 @@ class _Sweep:
             if index in (None, number) and member.name not in self.begun and member.name not in self.reused:
                 yield number
         for member in tuple(self.left):
-            directory = self.workdir / member.folder
-            if not record.is_done(directory) and not lock.is_taken(directory):
+            if not self.done(member) and not lock.is_taken(self.workdir / member.folder):
                 self.left.remove(member)
                 yield self.runs.index(member)
 
     def unfinished(self) -> bool:
         """Return whether a run is left that neither finished nor failed."""
         known = {*self.reused, *self.failed}
-        return any(m.name not in known and not record.is_done(self.workdir / m.folder) for m in self.runs)
+        return any(member.name not in known and not self.done(member) for member in self.runs)
 
     def train_from(self, number: int, at_once: int, alone: bool) -> tuple[list[Member], signal.Signals | None]:
         """Train the run of a number, and those that may be trained beside it. If it fails, the sweep goes on.
@@ -156,19 +159,14 @@ class _Sweep:
             _say(str(error))
             self.left += group
         except (Exception, SystemExit) as error:  # SystemExit: of a user's own code
-            earlier = earlier or any(record.is_done(self.workdir / member.folder) for member in self.runs)
-            if (
-                alone
-                or processes.count() > 1
-                or isinstance(error, Stopped)
-                or isinstance(error, Mistake)
-                and not earlier
-            ):
-                raise  # a mistake of the first run is likely one of all runs
-            if not isinstance(error, Mistake):
+            mistake = isinstance(error, Mistake)
+            of_all = mistake and not earlier and not any(map(self.done, self.runs))  # likely, if it is of the first
+            if alone or processes.count() > 1 or isinstance(error, Stopped) or of_all:
+                raise
+            if not mistake:
                 traceback.print_exc()
             names = [member.name for member in group]
-            said = error if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
+            said = error if mistake else f"{type(error).__name__}: {error}"
             _say(f"{', '.join(names)}: {said}")
             self._program = self._made_for = None
             self.begun.update(names)
@@ -213,7 +211,7 @@ class _Sweep:
     def _left_from(self, number: int) -> list[Member]:
         """Return the runs from a number on that are neither begun nor done."""
         known = self.begun | self.reused.keys()
-        return [m for m in self.runs[number:] if m.name not in known and not record.is_done(self.workdir / m.folder)]
+        return [member for member in self.runs[number:] if member.name not in known and not self.done(member)]
 
     def train(self, group: list[Member]) -> signal.Signals | None:
         """Train runs side by side. If they fail, say so: the others are still wanted."""

@@ -1,36 +1,97 @@
-"""The checkpoints of a run: the states that it can continue from, by Orbax, in `checkpoints/` of its directory.
+"""The checkpoints of a run: the states that it can continue from, in `checkpoints/` of its directory.
 
-::
+`orbax.checkpoint.CheckpointManager` writes them in the background, commits each by a rename, and removes old ones. It
+does not notice a bit that has flipped, so a file of checksums is written among the others before the commit::
 
-    checkpoints/40/         the state after 40 steps
-    checkpoints/40.json     its seal (`seals.py`), with checksums of its files
-    checkpoints/41.begun    while the next one is written: a folder of that step is the run's own
+    checkpoints/40/state/       the state after 40 steps
+    checkpoints/40/seal.json    its seal: checksums of the files of the state, and of itself
 
-A checkpoint is valid if its files match its seal. The last two checkpoints and the best one are kept. The docstring of
-`Checkpoints.save` gives the order of writes. A damaged checkpoint is renamed to `unreadable-40`, and the run continues
-from the last valid one.
+The last two checkpoints and the best one are kept. A damaged checkpoint is renamed to `unreadable-40`, and the run
+continues from the last valid one.
 """
 
 import contextlib
 import functools
-import itertools
+import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from experiments.errors import Failed
-from experiments.files import FULL
+from experiments.files import FULL, of_json, replace, text
 from experiments.scale import processes
-from experiments.training import seals
+
+SEAL = "seal.json"
+PARTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "state", SEAL}  # of a checkpoint
+BEING_WRITTEN = ".orbax-checkpoint-tmp"  # ends the name of a folder that Orbax has not committed
+
+
+class Seal(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    best: bool  # it was the best when it was saved
+    pending: list[dict]  # figures of the steps since the last line of metrics
+    checksums: dict[str, int]  # a checksum of every file of the state
+
+
+def seal(folder: Path, best: bool, pending: list[dict]) -> None:
+    """Seal a checkpoint whose state is written."""
+    files = sorted(file for file in (folder / "state").rglob("*") if file.is_file())
+    made = Seal(best, pending, {str(file.relative_to(folder)): _checksum(file) for file in files})
+    replace(folder / SEAL, json.dumps({**made._asdict(), "own": _own(made._asdict())}))
+
+
+def read_seal(folder: Path) -> Seal | None:
+    """Return the seal of a checkpoint, or None if it cannot be read."""
+    try:
+        content = of_json(text(folder / SEAL))
+        whole = content["own"] == _own(content) and content["checksums"]
+        return Seal(*(content[name] for name in Seal._fields)) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def damage(folder: Path) -> str:
+    """Return in words how the files of a checkpoint differ from its seal, or "" if they do not."""
+    sealed = read_seal(folder)
+    if sealed is None:
+        return "its seal cannot be read"
+    for name, wanted in sealed.checksums.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _checksum(folder / name) != wanted:
+            return f"{name} is not what was written"
+    return ""
+
+
+def steps(workdir: Path, best: bool = False) -> list[int]:
+    """Return the steps of all checkpoints of a run, in order; with `best`, of those that were the best when saved."""
+    folders = [path.parent for path in (workdir / "checkpoints").glob("*/state")]
+    found = sorted(int(folder.name) for folder in folders if folder.name.isdecimal() and not folder.is_symlink())
+    sealed = lambda step: read_seal(workdir / "checkpoints" / str(step))
+    return [step for step in found if (seal := sealed(step)) and seal.best] if best else found
+
+
+def _own(content: Mapping[str, Any]) -> int:
+    """Return the checksum of a seal itself."""
+    return zlib.crc32(json.dumps([content[name] for name in Seal._fields]).encode())
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 24):
+            total = zlib.crc32(part, total)
+    return total
 
 
 class Restored(NamedTuple):
@@ -52,27 +113,33 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: Path, report: Callable[[str], None] = print):
-        self.directory = (workdir / "checkpoints").absolute()
+        self.workdir, self.directory = workdir, (workdir / "checkpoints").absolute()
         self.lost: str | None = None  # why the last save failed
         self._report = report
-        self._thread = ThreadPoolExecutor(1)
-        self._writing: Future = Future()
-        self._writing.set_result(None)
+        self._writing: tuple[int, list[dict], bool] | None = None  # step, pending and best of the last save
 
     @functools.cached_property
-    def _orbax(self):
-        """Orbax's checkpointer. It has threads of its own, so it is made when something is first saved or restored."""
+    def _manager(self):
+        """Orbax's manager. It has threads of its own, so it is made when something is first saved."""
         import orbax.checkpoint as ocp
 
         _silence_threads()
-        return ocp.StandardCheckpointer()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self,
+            cleanup_tmp_directories=True,  # of a process that was killed
+            lightweight_initialize=True,
+            save_root_metadata=False,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+        )
+        handlers = {"state": ocp.PyTreeCheckpointHandler()}
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
-    def _drop_orbax(self) -> None:
-        """Close Orbax's checkpointer, if there is one. It raises the errors of its threads, one at each call."""
-        orbax = vars(self).pop("_orbax", None)
-        for _ in range(5 if orbax else 0):
+    def _drop_manager(self) -> None:
+        """Close Orbax's manager, if there is one. It raises the errors of its threads, one at each call."""
+        manager = vars(self).pop("_manager", None)
+        for _ in range(5 if manager else 0):
             with contextlib.suppress(Exception):  # `_failed` has reported it
-                orbax.close()
+                manager.close()
                 return
 
     # ---- writing ----
@@ -80,17 +147,16 @@ class Checkpoints:
     def save(self, step: int, state: Any, pending: list[dict], best: bool) -> None:
         """Write the checkpoint of a training step.
 
-        The order of writes (`save` returns after number 2, and the rest runs in a thread):
+        The order of writes (`save` returns after number 2, and the rest goes on in threads of Orbax):
 
         0. The loop has taken in the figures of all steps. Those without a line in metrics.jsonl yet are `pending`.
         1. The checkpoint before this one is finished: `wait`.
-        2. Orbax copies the state to the host, and begins to write it to `STEP/`, in this call.
-        3. All processes finish writing: `_finish`.
-        4. Process 0 writes the seal `STEP.json` atomically: `seals.write`.
-        5. It removes old checkpoints, each seal before its folder: `_remove_old`.
+        2. Orbax copies the state to the host.
+        3. All processes write it to a folder of another name.
+        4. Process 0 puts the seal into it, and Orbax gives it its name: this commits it.
+        5. Orbax removes old checkpoints: `should_preserve`.
 
-        A run that is killed at any moment therefore leaves valid checkpoints, folders without a seal, and at most one
-        temporary file of a seal, whose name begins with a dot.
+        A run that is killed at any moment therefore leaves valid checkpoints, and what is left of others.
 
         Args:
           step: Number of steps that are done.
@@ -99,101 +165,81 @@ class Checkpoints:
           best: True if the evaluation after this step is the best so far.
         """
         self.wait()
+        import orbax.checkpoint as ocp
+
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if processes.first():
-                self._begin(step)
-            self._orbax.save(self._path(step), state._asdict(), force=True)
+            if os.path.lexists(self._path(step)):
+                raise OSError(f"{self._path(step)} is there, and is not of this run")
+            with tempfile.TemporaryDirectory(prefix=f"{step}{BEING_WRITTEN}-", dir=self.directory):
+                pass  # where no folder can be made, Orbax would wait for one for minutes
+            self._writing = step, list(pending), best  # later steps append to the list
+            state = ocp.args.PyTreeSave(state._asdict())
+            self._manager.save(step, args=ocp.args.Composite(state=state), force=True)
         except (OSError, ValueError) as error:
             self._failed(step, error)
-            return
-        pending = list(pending)  # later steps append to it while the seal waits
-        self._writing = self._thread.submit(self._finish, step, pending, best)
 
-    def _begin(self, step: int) -> None:
-        """Mark a checkpoint as begun by this run. Refuse a folder that is none of its own."""
-        mark, seal = seals.begun(self.directory, step), seals.path(self.directory, step)
-        if seals.read(self.directory, step) is not None:
-            os.replace(seal, mark)  # the checkpoint that it seals is about to be written again
-        elif not mark.exists():
-            for path in (self._path(step), seal):
-                if os.path.lexists(path):
-                    raise OSError(f"{path} is there, and is not of this run")
-            mark.touch()
-        with tempfile.TemporaryDirectory(prefix=f"{step}.orbax-checkpoint-tmp-", dir=self.directory):
-            pass  # where no folder can be made, Orbax would wait for one for minutes
+    def _seal(self) -> None:
+        """Seal what is written. Orbax calls this in process 0, before the commit."""
+        assert self._writing is not None
+        step, pending, best = self._writing
+        seal(self.directory / f"{step}{BEING_WRITTEN}", best, pending)
 
-    def _finish(self, step: int, pending: list[dict], best: bool) -> None:
-        try:
-            self._orbax.wait_until_finished()  # waits for all processes
-            self.lost = None
-            if processes.first():
-                seals.write(self.directory, step, best, pending)
-                seals.begun(self.directory, step).unlink()
-                self._remove_old()
-        except Exception as error:  # Orbax raises many types of errors when the disk is full
-            self._failed(step, error)
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Tell Orbax which checkpoints stay, the new one among them: the last two, the best, and what is not the run's.
 
-    def _remove_old(self) -> None:
-        """Remove this run's checkpoints that are not kept, seals first, and those that it began and never finished."""
-        steps, best = self.steps(), self.steps(best=True)
-        kept = {*steps[-2:], *best[-1:]}
-        for step in set(steps) - kept:
-            if seals.read(self.directory, step) is not None:  # otherwise it is damaged, or somebody else's
-                os.replace(seals.path(self.directory, step), seals.begun(self.directory, step))
-        for step in seals.begun_steps(self.directory):
-            if step not in kept:
-                of_step = (self._path(step), *self.directory.glob(f"{step}.orbax-checkpoint-tmp*"))
-                for path in of_step:
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path, ignore_errors=True)
-                if any(map(os.path.lexists, of_step)):
-                    continue  # Orbax's threads may still write there: the mark stays for the next time
-            seals.begun(self.directory, step).unlink(missing_ok=True)
+        This is called while the new one is written. The others are removed after its commit.
+        """
+        assert self._writing is not None
+        new, _, new_is_best = self._writing
+        best = [new] if new_is_best else steps(self.workdir, best=True)
+        kept = {*steps(self.workdir)[-1:], new, *best[-1:]}
+        return [info.step in kept or not _is_own(self._path(info.step)) for info in checkpoints]
 
     def _failed(self, step: int, error: Exception) -> None:
         """Report a failed save, and remove its files.
 
         With several processes, raise, because the others are waiting.
         """
+        self._writing = None
         full = isinstance(error, OSError) and error.errno in FULL or "RESOURCE_EXHAUSTED" in str(error)
         reason = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
         self.lost = f"The checkpoint of step {step:,} could not be written: {reason}."
-        if processes.count() == 1:
-            self._drop_orbax()  # otherwise the next save raises what is left of these errors
-        if processes.first():
-            with contextlib.suppress(OSError):
-                self._remove_old()
         if processes.count() > 1:
             raise Failed(self.lost.rstrip("."))
+        self._drop_manager()  # otherwise the next save raises what is left of these errors
+        for path in self.directory.glob(f"*{BEING_WRITTEN}*"):
+            shutil.rmtree(path, ignore_errors=True)
         self._report(f"{self.lost} {self.kept_message()} Training continues.")
 
     def wait(self) -> None:
         """Wait until the save that was begun is finished."""
-        self._writing.result()
+        if self._writing is None:
+            return
+        try:
+            self._manager.wait_until_finished()  # waits for all processes
+            self._writing = self.lost = None
+        except Exception as error:  # Orbax raises many types of errors when the disk is full
+            self._failed(self._writing[0], error)
 
     def close(self) -> None:
         """Finish writing, and end the threads."""
         self.wait()
-        self._thread.shutdown()
-        self._drop_orbax()
+        self._drop_manager()
 
     def dump(self, state: Any) -> None:
         """Write the state of a diverged run to `failed-STEP/`, for debugging. It cannot be restored."""
+        import orbax.checkpoint as ocp
+
         self.wait()
         with contextlib.suppress(Exception):  # the error of the run is more important
             step = int(state.step)
             path = self.directory / f"failed-{step}"
-            self._orbax.save(path, state._asdict(), force=True)
-            self._orbax.wait_until_finished()
+            with ocp.StandardCheckpointer() as writer:
+                writer.save(path, state._asdict(), force=True)
             self._report(f"The state after step {step:,} is in {path}, to be looked at.")
 
     # ---- restoring ----
-
-    def steps(self, best: bool = False) -> list[int]:
-        """Return the steps of all sealed checkpoints; with `best`, of those that were the best when they were saved."""
-        steps = seals.sealed_steps(self.directory)
-        return [step for step in steps if seals.was_best(self.directory, step)] if best else steps
 
     def last(self, best: bool = False) -> int:
         """Return the step of the last valid checkpoint, or 0. With `best`, only those count that were the best."""
@@ -211,13 +257,8 @@ class Checkpoints:
           Failed: If there are checkpoints but none is valid, or if the state has other shapes.
         """
         step, pending = processes.agreed(lambda: self._last_valid(best, rename_damaged))
-        if not step:
-            return Restored(0, None, [])
-        with self._refused(step, "model and optimizer"):
-            stored = self._orbax.metadata(self._path(step)).item_metadata.tree
-            _compare(stored, shapes._asdict())
-            state = self._orbax.restore(self._path(step), shapes._asdict())
-        return Restored(step, type(shapes)(**state), pending)
+        fields = self._read(step, shapes._asdict(), "model and optimizer") if step else {}
+        return Restored(step, type(shapes)(**fields) if step else None, pending)
 
     def restore_fields(self, fields: dict[str, Any], best: bool = False) -> tuple[int, dict[str, Any]]:
         """Read some fields of the state of the last valid checkpoint, on any devices. The others are not read.
@@ -233,53 +274,43 @@ class Checkpoints:
           Failed: As `restore`.
         """
         step, _ = processes.agreed(lambda: self._last_valid(best, rename_damaged=False))
-        if not step:
-            return 0, {}
+        return step, self._read(step, fields, "model") if step else {}
+
+    def _read(self, step: int, fields: dict[str, Any], owner: str) -> dict[str, Any]:
+        """Read fields of the state of a valid checkpoint. Any error is `Failed`."""
         import orbax.checkpoint as ocp
 
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader, self._refused(step, "model"):
-            stored = reader.metadata(self._path(step)).item_metadata.tree
-            _compare({name: stored.get(name) for name in fields}, fields)
-            item = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, tree) for name, tree in stored.items()} | fields
-            places = ocp.checkpoint_utils.construct_restore_args(item)
-            state = reader.restore(self._path(step), args=ocp.args.PyTreeRestore(item=item, restore_args=places))
-        return step, {name: state[name] for name in fields}
-
-    @contextlib.contextmanager
-    def _refused(self, step: int, owner: str) -> Iterator[None]:
-        """Turn any error of reading a valid checkpoint into `Failed`."""
         try:
-            yield
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                stored = reader.metadata(self._path(step) / "state").item_metadata.tree
+                _compare({name: stored.get(name) for name in fields}, fields)
+                places = ocp.checkpoint_utils.construct_restore_args(fields)
+                args = ocp.args.PyTreeRestore(item=fields, restore_args=places, partial_restore=True)
+                return reader.restore(self._path(step) / "state", args=args)
         except Exception as error:  # many types of errors; the files are as they were written
             reason = " ".join(str(error).split())[:300]
             raise Failed(f"{self._path(step)} holds no state of this {owner}: {reason}") from error
 
     def _last_valid(self, best: bool, rename_damaged: bool) -> tuple[int, list[dict]]:
         """Return the step of the last valid checkpoint and the metrics in its seal, or step 0 if there are none."""
-        steps = self.steps(best)
-        for step in reversed(steps):
-            seal = seals.read(self.directory, step)
-            damage = seals.damage(self.directory, step, seal)
-            if seal is not None and not damage:
-                return step, seal.pending
+        found = steps(self.workdir, best)
+        for step in reversed(found):
+            damaged = damage(self._path(step))
+            if not damaged and (sealed := read_seal(self._path(step))):
+                return step, sealed.pending
             moved = f" It was renamed to {self._rename_damaged(step)}." if rename_damaged else ""
-            self._report(f"The checkpoint of step {step:,} is damaged: {damage}.{moved}")
-        if steps:
+            self._report(f"The checkpoint of step {step:,} is damaged: {damaged}.{moved}")
+        if found:
             renamed = "They were renamed, so the same command starts from the beginning. Or give another --workdir"
             hint = renamed if rename_damaged else "Give the directory of another run"
             raise Failed(f"None of the checkpoints in {self.directory} can be read. {hint}")
         return 0, []
 
     def _rename_damaged(self, step: int) -> Path:
-        """Rename a damaged checkpoint and its seal, and return its new name."""
-        names = itertools.chain(
-            [f"unreadable-{step}"], (f"unreadable-{step}-{number}" for number in itertools.count(2))
-        )
-        places = (self.directory / name for name in names)
-        aside = next(p for p in places if not os.path.lexists(p) and not os.path.lexists(p.with_suffix(".json")))
-        os.replace(seals.path(self.directory, step), aside.with_suffix(".json"))
-        if os.path.lexists(self._path(step)):
-            os.replace(self._path(step), aside)
+        """Rename a damaged checkpoint, and return its new name."""
+        names = (f"unreadable-{step}{more}" for more in ("", *(f"-{number}" for number in range(2, 1000))))
+        aside = next(path for name in names if not os.path.lexists(path := self.directory / name))
+        os.replace(self._path(step), aside)
         return aside
 
     def _path(self, step: int) -> Path:
@@ -287,10 +318,18 @@ class Checkpoints:
 
     def kept_message(self) -> str:
         """Return a sentence about which checkpoint is kept, for a person."""
-        steps = self.steps()
-        if not steps:
+        kept = steps(self.workdir)
+        if not kept:
             return "There is no checkpoint to continue from."
-        return f"The checkpoint of step {steps[-1]:,} is kept in {self.directory}."
+        return f"The checkpoint of step {kept[-1]:,} is kept in {self.directory}."
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder holds nothing but a checkpoint, or what is left of one that was being removed."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return names <= PARTS and (SEAL not in names or read_seal(folder) is not None)
 
 
 def _compare(stored: Any, wanted: Any) -> None:

@@ -12,16 +12,18 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from experiments.data import labelled, order, text, validation
-from experiments.errors import Missing, Mistake
+from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.scale import shards
-from experiments.training import pretrained, settings, text as language
+from experiments.training import hardest, pretrained, settings, text as language
 from experiments.training.pretrained import Teacher
+from experiments.training.tasks import Resident, filled
 from nmjax import checkpoints
 from nmjax.core import names
 from nmjax.oneshot import texts
 
 OBJECTIVES = ("classify", "language")
+TEXTS = 8  # how many of the hardest are shown
 
 
 def task(config: ConfigDict) -> "Classify | Language":
@@ -30,7 +32,7 @@ def task(config: ConfigDict) -> "Classify | Language":
     return Classify(config) if known == "classify" else Language(config)
 
 
-class _Finetune:
+class _Finetune(Resident):
     """The common part of both tasks: the checkpoint, the teacher, and the file that is written at the end."""
 
     config: ConfigDict
@@ -43,7 +45,7 @@ class _Finetune:
         rate = config.model.get("dropout", 0.0)
         if not 0 <= rate < 1:
             raise Mistake(f"config.model.dropout={rate} is not a rate from 0 to less than 1.")
-        self.make_model, self.pretrained = pretrained.start(config, classes)
+        self.model, self.pretrained = pretrained.start(config, classes)
         told = f"{config.weights}: {sum(v.size for v in self.pretrained.values()):,} values"
         shares = [np.count_nonzero(v) / v.size for v in self.pretrained.values() if v.ndim > 1]
         sparse = [share for share in shares if share < 0.9]
@@ -71,9 +73,6 @@ class _Finetune:
              f"{c.hidden:g}; its forward pass is not counted in the FLOPs")
         )  # fmt: skip
 
-    def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        return self.make_model(rngs=rngs)
-
     def _keys(self, seed: Any, step: Any) -> jax.Array:
         """Return the keys of dropout of a batch."""
         key = jax.random.fold_in(jax.random.key(seed), step)
@@ -82,11 +81,8 @@ class _Finetune:
     def _with_teacher(self, state: Any, batch: dict) -> dict:
         return batch if self.teacher is None else batch | self.teacher.outputs(state, batch)
 
-    def feed(self, seed: int, start: int, mesh):
-        state = () if self.teacher is None else self.teacher.state
-        arrays = shards.placed((self._rows(), state), shards.whole(mesh))
-        while True:
-            yield arrays
+    def arrays(self):
+        return self._rows(), () if self.teacher is None else self.teacher.state
 
     def loss(self, model: Any, batch: dict) -> tuple[jax.Array, dict]:
         teacher = self.teacher
@@ -129,14 +125,13 @@ def _right(logits: jax.Array, labels: jax.Array) -> jax.Array:
 class Classify(_Finetune):
     """Classify texts. Their tokens are on the device, and the compiled step gathers every batch.
 
-    `experiments.training.task.Task` says what each member is.
+    `experiments.training.tasks.Task` says what each member is.
     """
 
-    unit, units, metric, streamed = "texts", 1, "accuracy", False
+    unit, units, metric = "texts", 1, "accuracy"
 
     def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
-        self.missing: Missing | None = None
         path = pretrained.folder(config.weights, "config.weights")
         self.set = labelled.load(c.name, c.dir, c.test)
         words = labelled.tokenizer(path)
@@ -166,10 +161,6 @@ class Classify(_Finetune):
         self.sizes = {"classes": list(self.set.classes), "length": self.length}
         self.data = self.set.train, self.set.test
         self._begin(len(self.set.classes))
-
-    @property
-    def validates(self) -> bool:
-        return self.config.data.validation > 0
 
     def example(self, batch: int) -> tuple:
         tokens = jax.ShapeDtypeStruct((batch, self.length), jnp.int32)
@@ -201,48 +192,32 @@ class Classify(_Finetune):
         return states, model.logits(states[-1], keys[1])
 
     def evaluation(self, split, mesh):
-        """Yield batches. The last is padded with label -1, so that devices share it evenly."""
-        rows = self.splits[split]
-        longest = max(len(one.labels) for name, one in self.splits.items() if name != "train")
-        size = -(-min(128, longest) // mesh.size) * mesh.size
-        spare = -len(rows.labels) % size
-        filled = [np.concatenate([v, np.zeros((spare, *v.shape[1:]), v.dtype)]) for v in rows[:-1]]
-        filled.append(np.concatenate([rows.labels, np.full(spare, -1, np.int32)]))
-        for i in range(0, len(filled[0]), size):
-            yield shards.placed(tuple(v[i : i + size] for v in filled), shards.batch(mesh))
+        """Yield batches of tokens and labels. Fillers have label -1."""
+        splits = {name: tuple(rows) for name, rows in self.splits.items() if name != "train"}
+        return filled(splits, split, 128, (0, 0, 0, -1), mesh)
 
     def score(self, model, batch) -> dict:
         batch = _batch(*batch)
-        counts, labels = batch["labels"] >= 0, jnp.maximum(batch["labels"], 0)
-        _, logits = self._run(model, batch, None, hidden=False)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        sums = {"count": counts, "loss": jnp.where(counts, loss, 0), "accuracy": counts * _right(logits, labels)}
-        return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
+        return hardest.sums(self._run(model, batch, None, hidden=False)[1], batch["labels"])
 
     def pictures(self, graph, state, mesh) -> dict:
         """Return the confusion of the test texts, and those with the greatest loss."""
-        look = jax.jit(lambda state, batch: self._look(graph, state, batch), out_shardings=shards.whole(mesh))
-        found = [jax.device_get(look(state, batch)) for batch in self.evaluation("test", mesh)]
-        losses, predictions, confidence = (
-            np.concatenate(parts)[: len(self.set.test)] for parts in zip(*found, strict=True)
-        )
-        labels = self.splits["test"].labels
-        confusion = np.zeros((len(self.set.classes),) * 2, np.int64)
-        np.add.at(confusion, (labels, predictions), 1)
-        hardest = []
-        for i in np.argsort(-losses)[:8]:
-            one = self.set.test[i]
-            said = f"[{self.set.classes[predictions[i]]} {confidence[i]:.0%}, it is {self.set.classes[one.label]}] "
-            hardest.append({"loss": float(losses[i]), "pieces": [(said, None), (one.text, None)]})
-            if one.text_b is not None:
-                hardest[-1]["pieces"].append((f" / {one.text_b}", None))
-        return {"confusion": confusion, "classes": np.array(self.set.classes), "hardest": hardest}
 
-    def _look(self, graph: nnx.GraphDef, state: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        batch = _batch(*batch)
-        _, logits = self._run(nnx.merge(graph, state), batch, None, hidden=False)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
-        return losses, jnp.argmax(logits, -1), jnp.max(jax.nn.softmax(logits), -1)
+        def look(state, batch):
+            batch = _batch(*batch)
+            logits = self._run(nnx.merge(graph, state), batch, None, hidden=False)[1]
+            return hardest.of_labels(logits, batch["labels"], {}, TEXTS)
+
+        look, classes = jax.jit(look, out_shardings=shards.whole(mesh)), self.set.classes
+        looks = (look(state, batch) for batch in self.evaluation("test", mesh))
+        every, found = hardest.errors(looks, len(classes), TEXTS)
+        shown = []
+        for i in np.argsort(-every["loss"])[:TEXTS]:
+            one, taken = self.set.test[i], classes[every["predictions"][i]]
+            pieces = [f"[{taken} {every['confidence'][i]:.0%}, it is {classes[one.label]}] ", one.text]
+            pieces += [] if one.text_b is None else [f" / {one.text_b}"]
+            shown.append({"loss": float(every["loss"][i]), "pieces": [(piece, None) for piece in pieces]})
+        return {"confusion": found["confusion"], "classes": np.array(classes), "hardest": shown}
 
     def export(self, model: nnx.Module, directory: Path, which: str) -> str:
         told = super().export(model, directory, which)
@@ -296,7 +271,7 @@ class Language(_Finetune, language.Task):
         path = pretrained.folder(config.weights, "config.weights")
         foreign = names.is_foreign(config.data.name)  # it returns tokens
         self.tokenizer = "bytes" if foreign else str((path / "tokenizer.json").absolute())
-        self.config, self.units, self.missing = config, config.data.length, None
+        self.config, self.units = config, config.data.length
         self._load()
         self.facts += [("note", note) for note in self.notes]
         model = _model(path)

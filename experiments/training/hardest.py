@@ -1,4 +1,4 @@
-"""The errors of a model on the test split: which classes it confuses, and which examples have the greatest loss."""
+"""What a report shows of a model: a corner of a mask, the classes that it confuses, and its hardest examples."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,8 +7,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 IMAGES, WINDOWS = 24, 4  # how many are kept
+CORNER = 64  # rows and columns of a mask
+
+
+def corner(masks: Any, patterns: dict[str, Any]) -> dict[str, Any]:
+    """Return a corner of the first mask that has a pattern n:m, or {} if none has.
+
+    Args:
+      masks: A tree of masks like the parameters.
+      patterns: The pattern of each pruned weight by its path, or None.
+    """
+    by_path = {"/".join(map(str, path)): mask for path, mask in nnx.to_flat_state(masks)}
+    for path, pattern in patterns.items():
+        if pattern is None or by_path[path].ndim < 2:
+            continue
+        mask = np.asarray(by_path[path])
+        axis = pattern.axes[-1] - mask.ndim + 2
+        while mask.ndim > 2:  # the middle layer of a stack, the middle tap of a convolution
+            mask = mask[len(mask) // 2]
+        return {
+            "mask": mask[:CORNER, :CORNER],
+            "mask_name": f"{path}, {pattern}",
+            "mask_axis": axis,
+            "mask_m": pattern.m,
+        }
+    return {}
 
 
 def greatest(loss: jax.Array, values: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
@@ -31,23 +57,32 @@ def merged(parts: list[dict[str, np.ndarray]], count: int) -> dict[str, np.ndarr
     return {name: value[order] for name, value in together.items()}
 
 
-# ---- images ----
+# ---- examples with labels. Fillers have label -1 ----
 
 
-def of_images(logits: jax.Array, x: jax.Array, y: jax.Array) -> tuple[dict, dict]:
-    """Return labels, predictions and confidences of a batch, and its hardest images. Fillers have label -1."""
+def sums(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    """Return sums over a batch: the number of examples, their loss, and how many are classified rightly."""
+    counts = labels >= 0
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    of = {"count": counts, "loss": jnp.where(counts, loss, 0), "accuracy": counts & (jnp.argmax(logits, -1) == labels)}
+    return {name: jnp.sum(value, dtype=jnp.float32) for name, value in of.items()}
+
+
+def of_labels(logits: jax.Array, y: jax.Array, values: dict[str, jax.Array], count: int) -> tuple[dict, dict]:
+    """Return labels, predictions, confidences and losses of a batch; and those of its hardest examples, with values."""
     logits = logits.astype(jnp.float32)
     loss, shares = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0)), jax.nn.softmax(logits)
     every = {"labels": y, "predictions": jnp.argmax(shares, -1), "confidence": jnp.max(shares, -1)}
-    return every, greatest(jnp.where(y >= 0, loss, -jnp.inf), {"images": x, **every}, IMAGES)
+    return every | {"loss": loss}, greatest(jnp.where(y >= 0, loss, -jnp.inf), values | every, count)
 
 
-def images(looks: Iterable[tuple[dict, dict]], classes: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return what is known of every image of the test split, and the arrays of its errors for pictures.npz.
+def errors(looks: Iterable[tuple[dict, dict]], classes: int, count: int) -> tuple[dict, dict]:
+    """Return what is known of every example of the test split; and its confusion, and arrays of the hardest examples.
 
     Args:
-      looks: What `of_images` returns of every batch.
+      looks: What `of_labels` returns of every batch.
       classes: The number of classes.
+      count: The number of hardest examples.
     """
     confusion, every, hardest = np.zeros((classes, classes), np.int64), [], []
     for of_all, of_hardest in map(jax.device_get, looks):
@@ -55,11 +90,11 @@ def images(looks: Iterable[tuple[dict, dict]], classes: int) -> tuple[dict[str, 
         of_all = {name: value[counts] for name, value in of_all.items()}
         np.add.at(confusion, (of_all["labels"], of_all["predictions"]), 1)
         every.append(of_all)
-        hardest = [merged([*hardest, of_hardest], IMAGES)]
+        hardest = [merged([*hardest, of_hardest], count)]
     if not every:
         return {}, {}
-    errors = {"confusion": confusion} | {f"hardest_{name}": value for name, value in hardest[0].items()}
-    return {name: np.concatenate([part[name] for part in every]) for name in every[0]}, errors
+    together = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    return together, {"confusion": confusion} | hardest[0]
 
 
 # ---- text ----

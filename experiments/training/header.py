@@ -6,8 +6,7 @@ from ml_collections import ConfigDict
 
 from experiments.scale import processes, shards
 from experiments.training import device, settings
-from experiments.training.gains import gains
-from experiments.training.program import Program
+from experiments.training.program import Program, gains
 from experiments.training.screen import number
 from nmjax.analysis import savings
 from nmjax.analysis.plan import LayerPlan, Plan

@@ -1,7 +1,5 @@
 """The task of classifying images: its model, its data, its loss and scores."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from experiments.data.find import ABSENT
 from experiments.errors import Missing, Mistake
 from experiments.scale import shards
 from experiments.training import hardest, settings
+from experiments.training.tasks import Resident, filled
 
 MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResNet, nm.models.resnet.SIZES)}
 
@@ -32,10 +31,10 @@ def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.float32(mean), np.float32(np.where((shares == 1).any(1), 1, deviation))
 
 
-class Task:
+class Task(Resident):
     """Classify images. Small sets lie on the device, and the compiled step gathers and augments every batch.
 
-    Folders are streamed. `experiments.training.task.Task` says what each member is.
+    Folders are streamed. `experiments.training.tasks.Task` says what each member is.
     """
 
     unit, units, metric = "images", 1, "accuracy"
@@ -46,7 +45,6 @@ class Task:
             if not fits:
                 raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
         self.notes: list[str] = []
-        self.missing: Missing | None = None  # the error if the data are missing
         self.streamed, self.skipped = c.name == "folder", None
         if self.streamed and "skip" not in c:
             raise Mistake(
@@ -121,22 +119,22 @@ class Task:
         self.notes += ([note] if note else []) + validation.note(len(chosen))
         self.facts = [("data", f"the folder {c.dir or 'DIR'}: {counts}"), *(("note", note) for note in self.notes)]
 
-    def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        return self.model(rngs=rngs)
-
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, *self.shape), jnp.float32),)
 
     # ---- training ----
 
+    def arrays(self):
+        return self.train
+
     def feed(self, seed: int, start: int, mesh):
-        if not self.streamed:
-            arrays = shards.placed(self.train, shards.whole(mesh))
-            while True:
-                yield arrays
-        c, (files, labels) = self.config, self.splits["train"]
-        rows, size = shards.rows(mesh, c.batch), c.data.size
-        for batch in folder.stream(files, labels, seed, c.batch, size, start, rows=rows, skipped=self.skipped):
+        return self._stream("train", mesh, seed, start) if self.streamed else super().feed(seed, start, mesh)
+
+    def _stream(self, split: str, mesh, seed: int = 0, start: int = 0):
+        """Yield the batches of a split of a folder."""
+        c, (files, labels) = self.config, self.splits[split]
+        more = {"train": split == "train", "rows": shards.rows(mesh, c.batch), "skipped": self.skipped}
+        for batch in folder.stream(files, labels, seed, c.batch, c.data.size, start, **more):
             yield shards.gathered((batch["image"], batch["label"]), mesh, c.batch)
 
     def batch(self, arrays, seed, step, mesh):
@@ -163,46 +161,30 @@ class Task:
 
     # ---- evaluation ----
 
-    @property
-    def validates(self) -> bool:
-        return self.config.data.get("validation", 0.0) > 0
-
     def evaluation(self, split, mesh):
-        """Yield batches of images and labels. The last is filled up, with label -1, so that devices share it evenly."""
-        if self.streamed:
-            c, (files, labels) = self.config, self.splits[split]
-            rows, size = shards.rows(mesh, c.batch), c.data.size
-            stream = folder.stream(files, labels, 0, c.batch, size, train=False, rows=rows, skipped=self.skipped)
-            return (shards.gathered((batch["image"], batch["label"]), mesh, c.batch) for batch in stream)
-        x, y = self.splits[split]
-        longest = max(len(labels) for _, labels in self.splits.values())  # one size, and so one program, for all splits
-        size = math.ceil(min(1024, longest) / mesh.size) * mesh.size
-        spare = -len(x) % size
-        x = np.concatenate([x, np.zeros((spare, *x.shape[1:]), x.dtype)])
-        y = np.concatenate([y, np.full(spare, -1, y.dtype)])
-        parts = ((x[i : i + size], y[i : i + size]) for i in range(0, len(x), size))
-        return (shards.placed(part, shards.batch(mesh)) for part in parts)
+        """Yield batches of images and labels. Fillers have label -1."""
+        return self._stream(split, mesh) if self.streamed else filled(self.splits, split, 1024, (0, -1), mesh)
 
     def score(self, model, batch) -> dict:
         x, y = batch
-        logits, counts = model(augment.normalise(x, self.mean, self.std)), y >= 0
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0))
-        right = jnp.argmax(logits, -1) == y
-        sums = {"count": counts, "loss": jnp.where(counts, loss, 0), "accuracy": counts & right}
-        return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
+        return hardest.sums(model(augment.normalise(x, self.mean, self.std)), y)
 
     def pictures(self, graph, state, mesh) -> dict:
         """Return the model's errors on the test split, and some test images with its predictions."""
 
         def look(state, x, y):
-            return hardest.of_images(nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std)), x, y)
+            logits = nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std))
+            return hardest.of_labels(logits, y, {"images": x}, hardest.IMAGES)
 
         look = jax.jit(look, out_shardings=shards.whole(mesh))
-        every, errors = hardest.images((look(state, *batch) for batch in self.evaluation("test", mesh)), self.classes)
+        looks = (look(state, *batch) for batch in self.evaluation("test", mesh))
+        every, errors = hardest.errors(looks, self.classes, hardest.IMAGES)
+        errors = {name if name == "confusion" else f"hardest_{name}": value for name, value in errors.items()}
         errors["classes"] = np.array(self.set.classes)
         if self.streamed or not every:
             return errors
         some = slice(None, None, max(1, len(self.set.test[0]) // 24))
+        del every["loss"]
         shown = {"samples": self.set.test[0], **every}
         return errors | {name: value[some][:24] for name, value in shown.items()}
 

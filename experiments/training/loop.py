@@ -73,10 +73,11 @@ class Loop:
                     with self.meter.untimed():
                         self.program, temporary = self.phases.change(step)
                         self.temporary = max(filter(None, (self.temporary, temporary)), default=None)
-                if self.program.measures and step % self.program.measures == 0:
-                    self.measured_step(step, arrays)
-                else:
-                    self.step(step, arrays)
+                measures = self.program.measures and step % self.program.measures == 0
+                with self.measuring(step, arrays) if measures else contextlib.nullcontext():
+                    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                        self.state, shown = self.program.train(self.state, arrays)
+                    self.meter.push(step, shown)
                 done = step + 1
                 self.profile.at(done, self.state, arrays, self.meter)
                 evaluating = settings.evaluates(done, self.total, self.program.evaluations)
@@ -120,20 +121,13 @@ class Loop:
         self.state = self.program.together(states)
         return start, feed
 
-    # ---- a step ----
-
-    def step(self, step: int, arrays: Any) -> None:
-        """Take a step."""
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            self.state, shown = self.program.train(self.state, arrays)
-        self.meter.push(step, shown)
-
-    def measured_step(self, step: int, arrays: Any) -> None:
-        """Take a step. Measure what pruning does to weights and gradients at its beginning, and write it."""
+    @contextlib.contextmanager
+    def measuring(self, step: int, arrays: Any) -> Iterator[None]:
+        """Measure what pruning does to weights and gradients at the beginning of the step inside, and write it."""
         with self.meter.untimed():
             masks = self.program.masks(self.state)
             tables = jax.device_get(self.program.measure(self.state, arrays))
-        self.step(step, arrays)
+        yield
         with self.meter.untimed():
             tables["flip_rate"] = self.program.flips(masks, self.program.masks(self.state))
             measured = fetched({name: table for name, table in tables.items() if table}, self.program.count)

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import processes
 from experiments.scale.signals import Stop
-from experiments.training import digest, header, record, seals, settings, tasks
+from experiments.training import checkpoints, digest, header, record, settings, tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.digest import Identity
 from experiments.training.loop import Loop
@@ -66,7 +66,7 @@ def carry_out(
     task = tasks.task(config, plan=mode == "plan") if program is None else program.task
     screen = Screen(task.unit)
     with _taken(runs) if mode == "train" else contextlib.nullcontext():
-        if mode == "train" and processes.agreed(lambda: all(run.finished() for run in runs)):
+        if mode == "train" and processes.agreed(lambda: all(record.finished(run.workdir) for run in runs)):
             page = runs[0].workdir / "report.html"
             saved = " The tags and the note that you gave are saved." if runs[0].labels else ""
             screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.{saved}")
@@ -104,7 +104,7 @@ def checked(run: Run, origin: Path | None, traced: int) -> Program:
       traced: The number of steps that a profile traces, or 0.
     """
     if processes.first():
-        run.check()
+        record.check(run.workdir, run.identity)
     if origin is not None:
         refuse_origin(origin, run.identity)
     program = make_program(run.config)
@@ -128,7 +128,7 @@ def _taken(runs: list[Run]) -> Iterator[None]:
 
 def refuse_without_checkpoints(option: str, workdir: Path) -> None:
     """Refuse a directory that an option names as that of a run, if it holds no checkpoint."""
-    if not Checkpoints(workdir).steps():
+    if not checkpoints.steps(workdir):
         raise Mistake(f"{option}{workdir} holds no checkpoints. Give the directory of a run that has saved one.")
 
 
@@ -225,8 +225,7 @@ def _lasting(run: Run, about: dict, origin: Path | None) -> dict:
       about: What run.json will say of it.
       origin: Directory of a run whose last state is the first state of this one.
     """
-    saved = lambda workdir: seals.sealed_steps(workdir / "checkpoints")
-    before, begun = record.read(run.workdir) or {}, bool(saved(run.workdir))
+    before, begun = record.read(run.workdir) or {}, bool(checkpoints.steps(run.workdir))
     changed = [name for name in ("data", "weights") if begun and before.get(name, about[name]) != about[name]]
     if changed:
         raise Mistake(
@@ -241,7 +240,7 @@ def _lasting(run: Run, about: dict, origin: Path | None) -> dict:
             )
         first = before.get("origin")
     else:
-        first = {"directory": str(origin), "step": saved(origin)[-1]}
+        first = {"directory": str(origin), "step": checkpoints.steps(origin)[-1]}
     if first is None:
         return {}
     row = ("began with", f"the state of {first['directory']} at step {first['step']:,}")
@@ -274,7 +273,7 @@ def _began(workdir: Path) -> str | None:
 def _interrupted(error: BaseException, runs: list[Run], again: str) -> BaseException:
     """Return the error that tells a person where interrupted runs stand, and how they continue."""
     kept = " ".join(run.checkpoints.kept_message() for run in runs)
-    begun = any(run.checkpoints.steps() for run in runs)
+    begun = any(checkpoints.steps(run.workdir) for run in runs)
     by = f" by {error}" if str(error) else ""
     text = f"interrupted{by}. {kept} {again} {'continues from there' if begun else 'starts from the beginning'}."
     return Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)
@@ -299,9 +298,9 @@ def _show_summary(run: Run, screen: Screen, named: bool) -> None:
 def evaluate(run: Run, program: Program, screen: Screen) -> None:
     """Show the scores of the last and of the best checkpoint of a run, on every split."""
     digest.refuse_another(run.workdir, run.identity)
-    with contextlib.closing(Checkpoints(run.workdir, screen.line)) as checkpoints:
+    with contextlib.closing(Checkpoints(run.workdir, screen.line)) as saved:
         for name in ("last", "best"):
-            step, state, _ = checkpoints.restore(program.shapes, best=name == "best", rename_damaged=False)
+            step, state, _ = saved.restore(program.shapes, best=name == "best", rename_damaged=False)
             if state is not None:
                 for split in ("validation", "test") if program.task.validates else ("test",):
                     scores = figures(program.evaluate(state, split))

@@ -82,9 +82,7 @@ def start(config: ConfigDict, classes: int | None, values: bool = True) -> Start
         def make(*, rngs: nnx.Rngs) -> nnx.Module:
             base = plain(rngs=rngs)
             paths = {id(v): path for path, v in variables(base).items()}
-            made = head(base, rngs=rngs)
-            if not isinstance(made, nnx.Module):
-                raise Mistake(f"config.model.name={name!r} makes a {type(made).__name__}, not an nnx.Module.")
+            made = settings.made(head, name, base, rngs=rngs)
             places.update({paths[id(v)]: path for path, v in variables(made).items() if id(v) in paths})
             return made
 

@@ -21,11 +21,12 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.errors import Mistake
 from experiments.scale import processes, shards
-from experiments.training import corner, settings
-from experiments.training.gains import changes, gains
+from experiments.training import hardest, settings
 from experiments.training.pretrained import put
 from experiments.training.state import RUNS, State, averaged, part, stack
-from experiments.training.task import Task
+from experiments.training.tasks import Task
+
+FAST = ("packed", "compacted", "fp8")  # ways in which products may run
 
 _sharding = operator.attrgetter("sharding")
 
@@ -88,7 +89,7 @@ class Program:
         config = self.config
         self.total = settings.steps(config, self.task.examples)
         self.evaluations = settings.duration(config.evaluate, self.total, "config.evaluate") or self.total
-        self.patience = settings.duration(config.get("stop", "0"), self.total, "config.stop")
+        self.patience = settings.duration(config.stop, self.total, "config.stop")
         self.measures = settings.duration(config.measure, self.total, "config.measure")
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
@@ -403,7 +404,7 @@ class Program:
             return self.task.pictures(*nnx.split(self._model(state)), self.mesh)
         pictures = self.task.pictures(self.hardened_graph, self.harden(state), self.mesh)
         masks = jax.device_put(self.masks(state), shards.whole(self.mesh))
-        return pictures | corner.of_masks(masks, nm.nnx.patterns(self.model))
+        return pictures | hardest.corner(masks, nm.nnx.patterns(self.model))
 
 
 def _means(sums: list[dict]) -> dict[str, Any]:
@@ -413,3 +414,26 @@ def _means(sums: list[dict]) -> dict[str, Any]:
     total = {name: np.sum([part[name] for part in sums], 0, np.float64) for name in sums[0]}
     count = total.pop("count")
     return {name: value / count for name, value in total.items()}
+
+
+def gains(plan: nm.nnx.Plan, step: int) -> bool:
+    """Return whether more products run in a fast way in the phase of a step than in one program for all steps.
+
+    Args:
+      plan: The plan.
+      step: The step.
+    """
+    return bool(plan.phases) and any(plan.runs_at(step).get(how, 0) > plan.runs.get(how, 0) for how in FAST)
+
+
+def changes(plan: nm.nnx.Plan, steps: int) -> tuple[int, ...]:
+    """Return the steps at which a run changes its program: to or from a phase that gains.
+
+    Args:
+      plan: The plan.
+      steps: The number of steps of the run.
+    """
+    starts = [0, *plan.phases]
+    now = [gains(plan, start) for start in starts]
+    changed = zip(starts, now, [False, *now], strict=False)
+    return tuple(start for start, gains_now, before in changed if start < steps and (gains_now or before))

@@ -21,7 +21,7 @@ from experiments.errors import Failed, Mistake
 from experiments.files import lines, of_json, remove_drafts, replace, text, writable
 from experiments.report.runs import at_once, is_line
 from experiments.scale import sinks
-from experiments.training import board, digest, lock, provenance
+from experiments.training import board, checkpoints, digest, lock, provenance
 from experiments.training.digest import Identity
 from experiments.training.events import Events, Pieces
 
@@ -56,7 +56,6 @@ class Record:
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
             remove_drafts(workdir, "|".join(map(re.escape, FILES)))
-            remove_drafts(workdir / "checkpoints", r"\d+\.json")
             remove_drafts(workdir / "model", r".+\.json")
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
@@ -261,7 +260,7 @@ def check(workdir: Path, identity: Identity) -> None:
         )
     if read(workdir) is None:
         _refuse_foreign(workdir, identity)
-    begun = any((workdir / "checkpoints").glob("*.json")) or lines(workdir / "metrics.jsonl")
+    begun = checkpoints.steps(workdir) or lines(workdir / "metrics.jsonl")
     if begun or finished(workdir):
         digest.refuse_another(workdir, identity)
 

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from experiments.errors import Diverged, Stopped
 from experiments.scale import processes
-from experiments.training import digest, lock, record, twin as twins
+from experiments.training import checkpoints, digest, lock, record, twin as twins
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 from experiments.training.record import Record, Silent
@@ -40,10 +40,6 @@ class Run:
         self.pending: list[dict] = []  # figures of the steps since the last line of metrics
         self.best: tuple[int, float] | None = None  # the step and the score of the best evaluation so far
 
-    def check(self) -> None:
-        """Refuse a directory that cannot be written, or that holds a run of another config."""
-        record.check(self.workdir, self.identity)
-
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Keep other processes from writing to the run's directory inside the context, unless it is finished.
@@ -51,24 +47,20 @@ class Run:
         Raises:
           Mistake: If the directory cannot hold this run, or if another process writes to it.
         """
-        self.check()
-        if self.finished():  # its directory is only read, except for new labels
+        record.check(self.workdir, self.identity)
+        if record.finished(self.workdir):  # its directory is only read, except for new labels
             record.complete(self.workdir, self.labels | self.comparison(record.read(self.workdir) or {}))
             yield
             return
         with lock.held(self.workdir):
-            self.check()  # another process may have begun a run here, and ended, in between
+            record.check(self.workdir, self.identity)  # another process may have had a run here in between
             yield
-
-    def finished(self) -> bool:
-        """Return whether the directory holds this run finished."""
-        return record.finished(self.workdir)
 
     def comparison(self, about: dict) -> dict[str, str]:
         """Return what run.json says of a finished run beside its twin, if it has one."""
         if self.twin is None or "figures" not in about:
             return {}
-        told = (about["metric"], about["figures"], about["flops"], about.get("measured", {}))
+        told = (about["metric"], about["figures"], about["flops"], about["measured"])
         return {"comparison": twins.comparison(self.twin, self.workdir, *told)}
 
     def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:
@@ -113,7 +105,7 @@ class Run:
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
         text = f"{reason.rstrip('.')}. {self.checkpoints.kept_message()}"
-        if isinstance(error, Diverged) and self.checkpoints.steps():
+        if isinstance(error, Diverged) and checkpoints.steps(self.workdir):
             text += (
                 " To continue from it with other settings, start another run, with --workdir=ANOTHER "
                 f"--from={self.workdir} and a change, such as a smaller --config.learning_rate.peak."

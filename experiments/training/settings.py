@@ -27,7 +27,6 @@ from nmjax.pruners.input_norms import needs_norms
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
 KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
 LONGEST = 1000  # characters of a method in a recorded config
-OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 SHAPES = ("constant", "linear", "cosine")
 
 
@@ -107,7 +106,7 @@ def _check_fields(held: dict, fields: dict, whole: bool, what: str = "") -> None
     """Refuse an object of a recorded config that lacks a field, or has one of another type."""
     for name, like in fields.items():
         if name not in held:
-            if whole and name not in OLDER:
+            if whole:
                 raise ValueError(f"it has no {what}{name}")
             continue
         value, kinds = held[name], {float: (int, float), tuple: (list, tuple)}.get(type(like), (type(like),))
@@ -170,7 +169,7 @@ def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **f
             f"config.model.name={name!r}: {error}. It is called with rngs, {', '.join(sorted(arguments))}: the fields "
             "of config.model, and what the task fixes."
         ) from error
-    return partial(_made, make, name, arguments)
+    return partial(made, make, name, **arguments)
 
 
 def _signature(make: Callable) -> inspect.Signature:
@@ -194,9 +193,9 @@ def _accepted(make: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _made(make: Callable, name: str, arguments: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.Module:
-    """Make a model of another module."""
-    made = make(**arguments, rngs=rngs)
+def made(make: Callable, name: str, /, *inside: nnx.Module, rngs: nnx.Rngs, **arguments: Any) -> nnx.Module:
+    """Make a model of another module, perhaps around another model. Refuse what is no model."""
+    made = make(*inside, **arguments, rngs=rngs)
     if not isinstance(made, nnx.Module):
         raise Mistake(f"config.model.name={name!r} makes a {type(made).__name__}, not an nnx.Module.")
     return made

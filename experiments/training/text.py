@@ -13,22 +13,22 @@ from experiments.data.find import ABSENT
 from experiments.errors import Missing
 from experiments.scale import shards
 from experiments.training import hardest, settings
+from experiments.training.tasks import Resident, filled
 
 MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES), "moe": (nm.models.MoE, nm.models.moe.SIZES)}
 
 
-class Task:
+class Task(Resident):
     """Predict the next token. The tokens lie on the device, and the compiled step cuts every batch out of them.
 
-    `experiments.training.task.Task` says what each member is.
+    `experiments.training.tasks.Task` says what each member is.
     """
 
-    unit, metric, streamed = "tokens", "loss", False
+    unit, metric = "tokens", "loss"
 
     def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
         self.units, self.tokenizer = c.length, c.tokenizer
-        self.missing: Missing | None = None  # the error if the data are missing
         try:
             self._load()
         except Missing as error:
@@ -60,25 +60,16 @@ class Task:
         self.facts = [("data", f"{c.name}: tokens of {vocabulary:,}; windows of {c.length}")]
         self.sizes = {"model": {"vocabulary": vocabulary, "length": c.length}}
 
-    @property
-    def validates(self) -> bool:
-        return self.config.data.get("validation", 0.0) > 0
-
     def _cut(self, tokens: np.ndarray, split: str) -> np.ndarray:
         """Return the windows of a split on which the model is evaluated."""
         c = self.config.data
         return text.cut(tokens[: c.windows * c.length + 1] if c.windows else tokens, c.length, split)
 
-    def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        return self.model(rngs=rngs)
-
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
 
-    def feed(self, seed: int, start: int, mesh):
-        rows = shards.placed(text.rows(self.train, self.config.data.length), shards.whole(mesh))
-        while True:
-            yield rows
+    def arrays(self):
+        return text.rows(self.train, self.config.data.length)
 
     def batch(self, rows, seed, step, mesh):
         positions = order.positions(seed, step, self.config.batch, self.examples)
@@ -90,16 +81,9 @@ class Task:
         return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean(), {}
 
     def evaluation(self, split, mesh):
-        """Yield batches of windows, and which of them count. The last is filled up, so that devices share it evenly."""
-        windows = self.windows[split]
-        longest = max(map(len, self.windows.values()))  # one size, and so one program, for all splits
-        size = -(-min(64, longest) // mesh.size) * mesh.size
-        spare = -len(windows) % size
-        windows = np.concatenate([windows, np.zeros((spare, windows.shape[1]), windows.dtype)])
-        counts = np.arange(len(windows)) < len(self.windows[split])
-        where = shards.batch(mesh)
-        for i in range(0, len(windows), size):
-            yield shards.placed((windows[i : i + size], counts[i : i + size]), where)
+        """Yield batches of windows, and which of them count."""
+        splits = {name: (windows, np.ones(len(windows), bool)) for name, windows in self.windows.items()}
+        return filled(splits, split, 64, (0, False), mesh)
 
     def score(self, model, batch) -> dict:
         windows, counts = batch

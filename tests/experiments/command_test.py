@@ -161,6 +161,47 @@ def test_mistakes_are_one_line_that_helps(words, said):
     assert "\n" not in str(caught.value)
 
 
+SEEDS = "--seeds_at_once=.: write at least 1. A number above 1 needs --sweep, and cannot be combined"
+TOGETHER = [  # flags that do not go together
+    ("--sweep --mode=plan", "--sweep and --sweep_index train: leave out --from and --mode"),
+    ("--sweep_index=99", r"--sweep_index=99: the sweep has \d+ runs, from 0 to"),
+    ("--seeds_at_once=2", SEEDS),
+    ("--sweep --seeds_at_once=0", SEEDS),
+    ("--sweep_index=1 --seeds_at_once=2", SEEDS),
+    ("--results=a.jsonl", "--results=a.jsonl needs a sweep that trains. Add --sweep or --sweep_index=N,"),
+    ("--sweep_index=1 --mode=plan --results=a.jsonl", r"needs a sweep that trains\. .* leave out --mode=plan"),
+    ("--sweep --results=nowhere/a.jsonl", "--results=nowhere/a.jsonl: there is no folder nowhere. Create it,"),
+    ("--sweep --results=tests", "--results=tests is a folder. Write the name of a file, such as tests/all"),
+    ("--sweep --results=results.jsonl", r"a sweep writes its own file of this name.* such as all\.jsonl\."),
+    ("--sweep --results=/proc/all.jsonl", r"--results=/proc/all\.jsonl cannot be written"),
+    ("--with_twin --config.twin=", "names no twin. Write --config.twin=FILE"),
+    ("--with_twin --mode=plan", "leave out --sweep, --sweep_index and --mode"),
+    ("--with_twin --sweep", "leave out --sweep, --sweep_index and --mode"),
+    ("--with_twin --config.twin=configs/vit_dens.py", "Did you mean configs/vit_dense.py"),
+    ("--profile=0", "--profile=0: 0 is not a positive integer"),
+    ("--profile=2.5", "profile"),
+    ("--profile=2 --mode=plan", "needs a single run that trains: leave out --mode=plan"),
+    ("--profile=2 --mode=eval --workdir=configs", "needs a single run that trains: leave out --mode=eval"),
+    ("--profile=2 --sweep", "needs a single run that trains: leave out --sweep"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), TOGETHER)
+def test_flags_that_do_not_go_together_are_refused_and_nothing_is_written(words, said):
+    before = sorted(config_files.ROOT.glob("runs/*"))
+    with pytest.raises(Mistake, match=said) as caught:
+        command.main(["launch.py", f"--config={CONFIG_FILE}", *words.split()], "")
+    assert "\n" not in str(caught.value)
+    assert sorted(config_files.ROOT.glob("runs/*")) == before
+
+
+def test_runs_side_by_side_need_a_single_process(monkeypatch):
+    monkeypatch.setattr(command.processes, "count", lambda: 2)
+    monkeypatch.setattr(command.processes, "same", lambda _: None)
+    with pytest.raises(Mistake, match="--seeds_at_once=2 needs a single process: leave out --distributed"):
+        command.main(["launch.py", f"--config={CONFIG_FILE}", "--sweep", "--seeds_at_once=2"], "")
+
+
 @pytest.mark.parametrize(
     "words",
     [

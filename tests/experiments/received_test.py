@@ -15,7 +15,7 @@ from experiments.data import folder, labelled
 from experiments.errors import Mistake, visible
 from experiments.report import index
 from experiments.report.words import only_tables
-from experiments.training import digest, record, seals, settings
+from experiments.training import checkpoints, digest, record, settings
 from tests.experiments.report.report_test import CHROMIUM, Tags, write_run
 
 AWAY = '<meta http-equiv="refresh" content="0;url=http://127.0.0.1:9/away">'
@@ -104,7 +104,7 @@ def test_other_readers_of_a_run_wait_for_no_pipe_and_follow_no_link(tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "link", "large"])
 def test_seals_and_results_are_read_as_other_files(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(files, "LONGEST", 1 << 20)
-    seal, results = tmp_path / "9.json", tmp_path / "results.jsonl"
+    seal, results = tmp_path / "seal.json", tmp_path / "results.jsonl"
     for path in (seal, results):
         if kind == "pipe":
             os.mkfifo(path)
@@ -114,7 +114,7 @@ def test_seals_and_results_are_read_as_other_files(tmp_path, kind, monkeypatch):
         else:
             with path.open("wb") as file:
                 file.truncate(1 << 36)
-    assert seals.read(tmp_path, 9) is None
+    assert checkpoints.read_seal(tmp_path) is None
     with pytest.raises(Mistake, match=r"results.jsonl cannot be read: it (is not a regular|is a link|has more than)"):
         files.lines(results)
 
@@ -206,7 +206,7 @@ ODD = [None, True, 1, 1.5, 10**400, "x", [], [1], {}, {"a": 1}, [[1]], [["a"]], 
 
 @pytest.mark.parametrize("file", ["vit_24.py:smoke", "gpt_24.py:smoke", "finetune_24.py:smoke"])
 def test_every_odd_field_of_a_recorded_config_is_read_or_refused(tmp_path, file):
-    """A field of another type is refused. A field that is missing is refused, but for those that older runs lack."""
+    """A field that is missing or of another type is refused."""
     good = json.loads(config_files.load(f"configs/{file}").to_json())
     read, refused, said = 0, 0, set()
     groups = [(good, ()), *((value, (name,)) for name, value in good.items() if isinstance(value, dict))]

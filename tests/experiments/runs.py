@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import command, config_files, files
 from experiments.training import tasks
-from experiments.training.checkpoints import Checkpoints
+from experiments.training.checkpoints import steps as steps_of
 from experiments.training.program import Program
 
 CONFIG = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=24", "--config.evaluate=4"]
@@ -125,7 +125,7 @@ def arrays(workdir: Path) -> dict[str, bytes]:
     """Return the bytes of all arrays of the last state, on whatever devices it was."""
     import orbax.checkpoint as ocp
 
-    path = (workdir / "checkpoints" / str(Checkpoints(workdir).steps()[-1])).absolute()
+    path = (workdir / "checkpoints" / str(steps_of(workdir)[-1]) / "state").absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         plain = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import collected, command, config_files, files, members, sweep
+from experiments import collected, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped, Taken
 from experiments.training import lock
-from tests.experiments.sweep_test import CONFIG_FILE, words_of
 
 
 def of_seeds(count=3):
@@ -64,28 +63,36 @@ def test_how_long_the_rest_takes(tmp_path, monkeypatch, capsys):
     ]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), Failed("no")])
-def test_the_others_are_trained_if_the_first_fails(error, tmp_path, capsys):
-    runs = Runs(tmp_path, {0: error})
-    with pytest.raises(Failed, match="1 of the runs failed: seed=0"):
-        runs.sweep(of_seeds())
-    assert runs.trained == [[1], [2]]
-    assert len(files.lines(tmp_path / "results.jsonl")) == 2
-    assert "seed=0" in capsys.readouterr().out
+CANNOT = {  # which seed raises what, while it is trained or while its program is made
+    "an error": (0, RuntimeError("out of memory"), False),
+    "a failure": (0, Failed("no"), False),
+    "an error before its folder exists": (0, ValueError("no such file"), True),
+    "an exit with a code": (0, SystemExit(3), True),
+    "an exit with a text": (0, SystemExit("no data"), True),
+    "a mistake of a later run": (1, Mistake("too wide"), True),
+}
 
 
-@pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3), SystemExit("no data")])
-def test_a_first_run_that_ends_before_its_folder_exists_leaves_the_others(error, tmp_path, capsys):
-    """Its code raises, or exits, while its program is made: the sweep has no directory yet."""
-    runs = Runs(tmp_path / "sweep", made={0: error})
+@pytest.mark.parametrize(("seed", "error", "made"), CANNOT.values(), ids=CANNOT)
+def test_the_others_are_trained_if_one_cannot_be(seed, error, made, tmp_path, capsys):
+    runs = Runs(tmp_path / "sweep", **{"made" if made else "errors": {seed: error}})
     all_runs = of_seeds()
-    all_runs[0].config.unlock()
-    all_runs[0].config.batch = 32  # a program of its own
-    with pytest.raises(Failed, match="1 of the runs failed: seed=0"):
+    all_runs[seed].config.unlock()
+    all_runs[seed].config.batch = 32  # a program of its own
+    with pytest.raises(Failed, match=f"1 of the runs failed: seed={seed}"):
         runs.sweep(all_runs)
-    assert runs.trained == [[1], [2]]
-    assert f"seed=0: {type(error).__name__}: {error}" in capsys.readouterr().out
+    assert runs.trained == [[other] for other in range(3) if other != seed]
+    said = str(error) if isinstance(error, Mistake | Failed) else f"{type(error).__name__}: {error}"
+    assert f"seed={seed}: {said}" in capsys.readouterr().out
     assert len(files.lines(tmp_path / "sweep" / "results.jsonl")) == 2
+
+
+@pytest.mark.parametrize(("error", "index"), [(Mistake("no data"), None), (RuntimeError("no data"), 0)])
+def test_a_mistake_of_the_first_run_and_any_error_of_the_only_one_end_the_sweep(error, index, tmp_path):
+    runs = Runs(tmp_path, {0: error})
+    with pytest.raises(type(error), match="no data"):
+        runs.sweep(of_seeds(), index=index)
+    assert not runs.trained
 
 
 @pytest.mark.parametrize(
@@ -100,29 +107,6 @@ def test_results_of_somebody_else_are_not_replaced(text, tmp_path):
     assert (tmp_path / "results.jsonl").read_text() == text
 
 
-def test_a_mistake_of_the_first_run_ends_the_sweep(tmp_path):
-    runs = Runs(tmp_path, {0: Mistake("no data")})
-    with pytest.raises(Mistake, match="no data"):
-        runs.sweep(of_seeds())
-    assert not runs.trained
-
-
-def test_a_mistake_of_a_later_run_does_not(tmp_path, capsys):
-    runs = Runs(tmp_path, made={1: Mistake("too wide")})
-    all_runs = of_seeds()
-    all_runs[1].config.unlock()
-    all_runs[1].config.batch = 32  # needs a program of its own
-    with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
-        runs.sweep(all_runs)
-    assert runs.trained == [[0], [2]]
-    assert "seed=1: too wide" in capsys.readouterr().out
-
-
-def test_the_error_of_the_only_run_is_raised(tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory"):
-        Runs(tmp_path, {1: RuntimeError("out of memory")}).sweep(of_seeds(), index=1)
-
-
 def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     runs = Runs(tmp_path, {3: Taken("another process writes to seed=3")})
     with pytest.raises(Failed, match="not done: seed=3. Other processes"):
@@ -131,7 +115,9 @@ def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     assert capsys.readouterr().out.count("another process writes to seed=3") == 2  # it is tried again at the end
 
 
-def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end(tmp_path):
+@pytest.mark.parametrize("told", [None, signal.SIGTERM])
+def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end(told, tmp_path):
+    """Unless the sweep is told to stop."""
     runs, all_runs = Runs(tmp_path), of_seeds(3)
     (place := tmp_path / all_runs[0].folder).mkdir()
     train, other = runs.train, contextlib.ExitStack()
@@ -140,27 +126,15 @@ def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end
     def and_the_other_ends(group, program):
         train(group, program)
         other.close()
+        return told
 
     runs.train = and_the_other_ends
-    runs.sweep(all_runs)
-    assert runs.trained == [[1], [2], [0]]
-
-
-def test_a_sweep_that_was_told_to_stop_does_not_try_again_what_others_left(tmp_path):
-    runs, all_runs = Runs(tmp_path), of_seeds(2)
-    (place := tmp_path / all_runs[0].folder).mkdir()
-    train, other = runs.train, contextlib.ExitStack()
-    other.enter_context(lock.held(place))
-
-    def last(group, program):
-        train(group, program)
-        other.close()
-        return signal.SIGTERM
-
-    runs.train = last
-    with pytest.raises(Stopped, match="interrupted by SIGTERM after the last step of seed=1"):
+    stops = contextlib.nullcontext()
+    if told:
+        stops = pytest.raises(Stopped, match="interrupted by SIGTERM after the last step of seed=1")
+    with stops:
         runs.sweep(all_runs)
-    assert runs.trained == [[1]]
+    assert runs.trained == ([[1]] if told else [[1], [2], [0]])
 
 
 def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsys):
@@ -222,6 +196,10 @@ def test_a_run_whose_results_are_in_a_file_is_not_trained_again(tmp_path, capsys
     again.sweep(of_seeds(3), results=results)
     assert not again.trained
     assert len(files.lines(results)) == 3
+    capsys.readouterr()
+    again.sweep(of_seeds(3), index=1, results=results)
+    assert not again.trained
+    assert capsys.readouterr().out.startswith("1 of 1 runs are not trained")
 
 
 def test_results_of_another_sweep_are_taken_under_the_names_of_this_one(tmp_path, capsys):
@@ -246,15 +224,6 @@ def test_results_of_another_sweep_are_taken_under_the_names_of_this_one(tmp_path
     assert len(files.lines(results)) == 4
 
 
-def test_a_sweep_of_one_index_whose_results_are_known(tmp_path, capsys):
-    Runs(tmp_path / "one").sweep(of_seeds(2), results=tmp_path / "all.jsonl")
-    runs = Runs(tmp_path / "runs")
-    capsys.readouterr()
-    runs.sweep(of_seeds(2), index=1, results=tmp_path / "all.jsonl")
-    assert not runs.trained
-    assert capsys.readouterr().out.startswith("1 of 1 runs are not trained")
-
-
 def test_runs_of_one_config_are_each_trained(tmp_path):
     """Such as with and without model.lean, which changes what a step takes and not what it computes."""
     config = config_files.load("configs/vit_24.py:smoke")
@@ -264,34 +233,6 @@ def test_runs_of_one_config_are_each_trained(tmp_path):
     runs = Runs(tmp_path / "runs")
     runs.sweep(both, results=tmp_path / "all.jsonl")
     assert runs.trained == [[0], [0]]
-
-
-LISTS = {
-    "[1, 2]": "has to return a list of changes",
-    "[('seed', 0)]": "has to return a list of changes",
-    "[{'seed': 0}, {'seed': -1}]": "config.seed=-1 is not from 0",
-    "[{'seed': 0}, {'seed': 1, 'sparsity.blocks': 'sste_typo(2,4)'}]": "blocks=sste_typo.*: config.rules.*sste_typo",
-    "[{'seed': 0}, {'seed': 0, 'optimizer': 'adamm'}]": "optimizer=adamm: .*Did you mean 'adam'",
-}
-
-
-@pytest.mark.parametrize("text", LISTS)
-def test_a_mistake_in_any_run_is_told_before_the_first(text, tmp_path):
-    words = words_of(
-        tmp_path, CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n"
-    )
-    with pytest.raises(Mistake, match=LISTS[text]):
-        command.main([*words, "--sweep"], "")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_files_of_results_that_are_refused(tmp_path):
-    words = [*words_of(tmp_path), "--sweep"]
-    with pytest.raises(Mistake, match=r"a sweep writes its own file of this name.* such as \S+all\.jsonl\."):
-        command.main([*words, f"--results={tmp_path / 'results.jsonl'}"], "")
-    with pytest.raises(Mistake, match=r"--results=/proc/all\.jsonl cannot be written"):
-        command.main([*words, "--results=/proc/all.jsonl"], "")
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_sweep_that_got_a_field_finds_its_runs(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from experiments import command, config_files
-from experiments.training.checkpoints import Checkpoints
+from experiments.training import checkpoints
 from tests.experiments.runs import free, xla_flags
 
 LAUNCHERS = config_files.ROOT / "launchers"
@@ -56,7 +56,7 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
         process.kill()
     assert process.returncode == 143, "".join(head) + said
     assert "localhost: launch.py: interrupted by SIGTERM after step" in said
-    assert Checkpoints(tmp_path / "run").steps()
+    assert checkpoints.steps(tmp_path / "run")
 
 
 @pytest.mark.processes
@@ -85,7 +85,7 @@ def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
     assert srun == f"srun --cpus-per-task=8 .venv/bin/python {launched}"
     assert rest == ["scontrol requeue 77"] * again
     asked = command.read(launched.split())
-    assert (asked.distributed, asked.index) == ("auto", 3)
+    assert (asked.distributed, asked.sweep_index) == ("auto", 3)
 
 
 def test_the_jobset_agrees_with_itself():

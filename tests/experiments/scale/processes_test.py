@@ -17,7 +17,7 @@ from experiments import command, config_files
 from experiments.errors import Mistake
 from experiments.scale import address, processes
 from experiments.scale.address import Address
-from experiments.training.checkpoints import Checkpoints
+from experiments.training import checkpoints
 from tests.experiments.runs import CONFIG, arrays, as_people_run_it as as_people_run_it, free, once, start, timeless
 
 CUT = "--config.mesh.fsdp=4"  # over all devices of both
@@ -105,7 +105,7 @@ def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path)
     texts = said(both, timeout=60)
     assert [process.returncode for process in both] == [143, 130], texts
     step = re.search(r"interrupted by SIGTERM after step ([\d,]+)\. The checkpoint of step \1 is kept", texts[0])[1]
-    assert Checkpoints(tmp_path / "run").steps()[-1] == int(step.replace(",", ""))
+    assert checkpoints.steps(tmp_path / "run")[-1] == int(step.replace(",", ""))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "interrupted"
     run = start(tmp_path / "run", alone[1], *words[1:], "--config.mesh.fsdp=2", devices=2)
     (text,) = said([run])

@@ -75,6 +75,9 @@ def test_on_a_full_disk_a_run_ends_in_a_sentence_and_the_same_command_completes_
         if code:
             ends_in_a_sentence(said, process.returncode)
             assert "step 6/6" in said  # the run went on
+            assert "could not be written: no space is left on the disk" in " ".join(said.split())
+            kept = "The checkpoint of step 2 is kept in" if size > 60 else "There is no checkpoint to continue from"
+            assert kept in " ".join(said.split())
     assert process.returncode == 0, said
     assert outcome(tmp_path / "disk" / "run") == "finished"
     assert (tmp_path / "disk" / "run" / "report.html").exists()
@@ -143,6 +146,7 @@ def test_closing_after_a_save_that_failed_raises_nothing(tmp_path):
         checkpoints.save(1, state, [], best=False)
         checkpoints.close()
     assert checkpoints.lost is not None
+    assert not list(checkpoints.directory.iterdir())  # what was written is gone: the disk is full
 
 
 def test_where_no_folder_can_be_made_orbax_does_not_wait_for_one(monkeypatch, tmp_path):
@@ -152,9 +156,10 @@ def test_where_no_folder_can_be_made_orbax_does_not_wait_for_one(monkeypatch, tm
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     told = []
+    (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path, told.append)
     monkeypatch.setattr(checkpoints_module.tempfile, "TemporaryDirectory", refused)
-    monkeypatch.setattr(checkpoints._orbax, "save", lambda *_, **__: pytest.fail("Orbax was asked to save"))
+    monkeypatch.setattr(checkpoints._manager, "save", lambda *_, **__: pytest.fail("Orbax was asked to save"))
     checkpoints.save(1, small(1), [], best=False)
     checkpoints.close()
     assert "The checkpoint of step 1 could not be written" in told[0]

@@ -1,5 +1,6 @@
 """Fine-tuning: texts with labels, checkpoints, teachers, and rates of parameters."""
 
+import contextlib
 import gzip
 import json
 import re
@@ -232,11 +233,6 @@ def teacher_of(folder, seed):
     return folder
 
 
-def test_a_teacher_without_a_head_is_refused():
-    with pytest.raises(Mistake, match=r"gives logits \(0,\) and the model \(9,\)"):
-        program(CONFIG_FILE, f"--config.teacher.weights={BERT}")
-
-
 @pytest.mark.slow
 def test_the_loss_with_a_teacher_is_that_of_its_parts_and_accumulated_steps_are_the_same(tmp_path):
     """The teacher differs from the model. The first loss is computed by hand from logits and hidden states."""
@@ -308,8 +304,10 @@ def test_distance_skips_padding_and_compares_equal_depths():
     [
         ("teacher.logits=1.5", "logits is a share from 0 to 1"),
         ("teacher.temperature=0.0", "temperature is above 0"),
+        (f"teacher.weights={BERT}", r"gives logits \(0,\) and the model \(9,\)"),  # it has no head
         ("teacher.weights=nowhere", "config.teacher.weights='nowhere' is not a folder"),
         ("weights=", "config.weights is empty. Give the folder"),
+        ("weights=damaged", "config.weights: .*this is not JSON"),
         ("weights=nowhere", "config.weights='nowhere' is not a folder with a config.json"),
         ("data.length=2", "config.data.length=2 leaves no place for a text beside 2 special tokens"),
         ("model.dropout=2.0", "config.model.dropout=2.0 is not a rate from 0 to less than 1"),
@@ -321,52 +319,48 @@ def test_distance_skips_padding_and_compares_equal_depths():
         ("rates=(('.*',-1.0),)", "an entry is a pattern of paths and a factor of at least 0"),
     ],
 )
-def test_mistakes_are_told(change, message):
+def test_mistakes_are_told(change, message, tmp_path):
     words = [f"--config.{change}"]
     if change.startswith(("teacher.logits", "teacher.temp")):
         words.append(f"--config.teacher.weights={BERT}")
+    if change == "weights=damaged":
+        words = [f"--config.weights={shutil.copytree(BERT, tmp_path / 'b')}"]
+        (tmp_path / "b/config.json").write_text("{")
     with pytest.raises(Mistake, match=message):
         program(CONFIG_FILE, *words)
 
 
-@pytest.mark.parametrize("size", [25, 41])
-def test_a_tokenizer_may_have_fewer_tokens_and_not_more(size, tmp_path):
-    """The model has 40."""
-    shutil.copytree(BERT, tmp_path / "b")
-    about = json.loads((BERT / "tokenizer.json").read_text())
+def tokens(about, size, **more):
+    """Let a tokenizer have so many tokens. The model has 40."""
     words = {word: i for word, i in about["model"]["vocab"].items() if i < size}
-    about["model"]["vocab"] = words | {f"more {i}": i for i in range(len(words), size)}
-    (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
-    if size < 40:
-        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
-    else:
-        with pytest.raises(Mistake, match="has 41 tokens, but the model has 40. The tokenizer is that of another"):
-            program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
+    about["model"]["vocab"] = words | {f"more {i}": i for i in range(len(words), size)} | more
 
 
-def test_a_tokenizer_that_panics_is_told(tmp_path):
-    """A panic of the Rust side is no Exception of Python."""
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}  # an empty trie
+SPOILT = {  # how a tokenizer.json is changed, and what is said
+    "fewer tokens": (lambda about: tokens(about, 25), None),
+    "more tokens": (lambda about: tokens(about, 41), "has 41 tokens, but the model has 40. The tokenizer is that of"),
+    "a greater token": (
+        lambda about: tokens(about, 40, a=40),
+        "gives the token 40, but the model has 40. The ",
+    ),
+    "a panic of the Rust side, which is no Exception of Python": (
+        lambda about: about.update(normalizer=PANICS),
+        "the tokenizer of the checkpoint cannot encode the examples: index out of bounds",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), SPOILT.values(), ids=SPOILT)
+def test_a_tokenizer_of_another_model_is_told(change, said, tmp_path):
     shutil.copytree(BERT, tmp_path / "b")
-    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}  # an empty trie
-    about = json.loads((BERT / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    change(about := json.loads((BERT / "tokenizer.json").read_text()))
     (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
-    with pytest.raises(
-        Mistake, match="the tokenizer of the checkpoint cannot encode the examples: index out of bounds"
-    ):
+    with contextlib.nullcontext() if said is None else pytest.raises(Mistake, match=said):
         program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
-    with pytest.raises(Mistake, match=r"the tokenizer in .*tokenizer.json cannot encode .*: index out of bounds"):
-        text.load("pydoc", tmp_path / "b", tokenizer="tokenizer")
-
-
-def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
-    shutil.copytree(BERT, tmp_path / "b")
-    about = json.loads((BERT / "tokenizer.json").read_text())
-    about["model"]["vocab"]["a"] = 40
-    (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
-    with pytest.raises(
-        Mistake, match="gives the token 40, but the model has 40. The tokenizer is that of another model"
-    ):
-        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
+    if about.get("normalizer") == PANICS:
+        with pytest.raises(Mistake, match=r"the tokenizer in .*tokenizer.json cannot encode .*: index out of bounds"):
+            text.load("pydoc", tmp_path / "b", tokenizer="tokenizer")
 
 
 # ---- rates ----
@@ -408,13 +402,6 @@ def test_a_head_without_hidden_states_has_no_teacher_of_them(tmp_path):
     words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs", "--config.teacher.hidden=1.0"]
     with pytest.raises(Mistake, match="config.teacher.hidden=1: .*:Pairs has no methods hidden and logits"):
         program("configs/finetune_dense.py:smoke", *words, f"--config.teacher.weights={teacher_of(tmp_path / 't', 1)}")
-
-
-def test_a_damaged_config_is_told(tmp_path):
-    shutil.copytree(BERT, tmp_path / "b")
-    (tmp_path / "b/config.json").write_text("{")
-    with pytest.raises(Mistake, match="config.weights: .*this is not JSON"):
-        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
 
 
 def test_a_head_of_ones_own(tmp_path):

@@ -16,6 +16,10 @@ def softmax(logits):
     return shares / shares.sum(-1, keepdims=True)
 
 
+def look(logits, x, y):
+    return hardest.of_labels(logits, y, {"images": x}, hardest.IMAGES)
+
+
 @pytest.mark.parametrize("size", [1, 7, 50, 64])
 def test_errors_of_batches_are_those_of_all_images(size):
     """The last batch is filled up with images of label -1, which do not count."""
@@ -26,8 +30,8 @@ def test_errors_of_batches_are_those_of_all_images(size):
     padded = [np.concatenate([v, np.zeros((spare, *v.shape[1:]), v.dtype) + fill]) for v, fill in ((logits, 9), (x, 0))]
     labels = np.concatenate([y, np.full(spare, -1)])
     batches = [slice(i, i + size) for i in range(0, 50 + spare, size)]
-    looks = (hardest.of_images(*map(jnp.asarray, (padded[0][b], padded[1][b], labels[b]))) for b in batches)
-    every, errors = hardest.images(looks, 4)
+    looks = (look(*map(jnp.asarray, (padded[0][b], padded[1][b], labels[b]))) for b in batches)
+    every, errors = hardest.errors(looks, 4, hardest.IMAGES)
     predictions, shares = logits.argmax(-1), softmax(logits)
     np.testing.assert_array_equal(every["labels"], y)
     np.testing.assert_array_equal(every["predictions"], predictions)
@@ -37,18 +41,18 @@ def test_errors_of_batches_are_those_of_all_images(size):
     np.testing.assert_array_equal(errors["confusion"], expected)
     loss = -np.log(shares[np.arange(50), y])
     worst = np.argsort(-loss)[: hardest.IMAGES]
-    np.testing.assert_array_equal(errors["hardest_images"], x[worst])
-    np.testing.assert_array_equal(errors["hardest_labels"], y[worst])
-    np.testing.assert_allclose(errors["hardest_loss"], loss[worst], rtol=1e-5)
-    np.testing.assert_allclose(errors["hardest_confidence"], shares.max(-1)[worst], rtol=1e-5)
+    np.testing.assert_array_equal(errors["images"], x[worst])
+    np.testing.assert_array_equal(errors["labels"], y[worst])
+    np.testing.assert_allclose(errors["loss"], loss[worst], rtol=1e-5)
+    np.testing.assert_allclose(errors["confidence"], shares.max(-1)[worst], rtol=1e-5)
 
 
 def test_fewer_images_than_are_kept():
-    look = hardest.of_images(jnp.zeros((4, 3)), jnp.zeros((4, 2, 2, 1), jnp.uint8), jnp.array([0, 2, -1, -1]))
-    every, errors = hardest.images([look], 3)
-    assert len(errors["hardest_loss"]) == len(every["labels"]) == 2
+    found = look(jnp.zeros((4, 3)), jnp.zeros((4, 2, 2, 1), jnp.uint8), jnp.array([0, 2, -1, -1]))
+    every, errors = hardest.errors([found], 3, hardest.IMAGES)
+    assert len(errors["loss"]) == len(every["labels"]) == 2
     assert errors["confusion"].sum() == 2
-    assert hardest.images([], 3) == ({}, {})
+    assert hardest.errors([], 3, hardest.IMAGES) == ({}, {})
 
 
 def test_the_hardest_windows_and_their_tokens():

@@ -17,8 +17,7 @@ import pytest
 
 from experiments import command, config_files, files, members, report, sweep
 from experiments.errors import Failed, Mistake, Taken
-from experiments.training import lock, modes, record
-from experiments.training.checkpoints import Checkpoints
+from experiments.training import checkpoints, lock, modes, record
 from tests.experiments.runs import as_people_run_it as as_people_run_it, start, timeless
 
 COMMAND = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.measure=0"]
@@ -296,7 +295,7 @@ def test_finished_is_written_last_and_a_report_that_is_gone_is_made(tmp_path, mo
     def watched(path, text):
         if path.name == "run.json" and json.loads(text)["outcome"] == "finished":
             seen.append(sorted(p.name for p in tmp_path.iterdir()))
-            assert Checkpoints(tmp_path).steps()[-1] == 4
+            assert checkpoints.steps(tmp_path)[-1] == 4
             assert [line["step"] for line in files.lines(tmp_path / "metrics.jsonl")][-1] == 4
         replace(path, text)
 

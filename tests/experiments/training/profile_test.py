@@ -122,20 +122,9 @@ def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
 # ---- what is refused, and which steps are chosen ----
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--profile=0"], "--profile=0: 0 is not a positive integer"),
-        (["--profile=2.5"], "profile"),
-        (["--profile=2", "--mode=plan"], "needs a single run that trains: leave out --mode=plan"),
-        (["--profile=2", "--mode=eval"], "needs a single run that trains: leave out --mode=eval"),
-        (["--profile=2", "--sweep"], "needs a single run that trains: leave out --sweep"),
-        (["--profile=25"], "--profile=25 is more than the 24 steps of the run. Give fewer."),
-    ],
-)
-def test_a_profile_that_makes_no_sense_is_refused(words, error, tmp_path):
-    with pytest.raises(Mistake, match=error):
-        command.main(["launch.py", *CONFIG, f"--workdir={tmp_path}", *words], "")
+def test_more_steps_than_the_run_has_are_refused(tmp_path):
+    with pytest.raises(Mistake, match="--profile=25 is more than the 24 steps of the run. Give fewer."):
+        command.main(["launch.py", *CONFIG, f"--workdir={tmp_path}", "--profile=25"], "")
     assert not (tmp_path / "run.json").exists()
 
 
@@ -303,20 +292,11 @@ def test_a_timeline_has_no_two_operations_in_one_row_at_once():
 @pytest.mark.parametrize(
     ("kind", "bfloat16", "float32"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312, 156),
-        ("NVIDIA A100 80GB PCIe", 312, 156),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
         ("NVIDIA H100 80GB HBM3", 989.5, 494.7),
-        ("NVIDIA H100 PCIe", 756.5, 378),
-        ("NVIDIA H200", 989.5, 494.7),
-        ("NVIDIA B200", 2250, 1125),
-        ("NVIDIA L40S", 362, 183),
-        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),  # a part of one
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("TPU v4", 275, 275),
         ("TPU v5 lite", 197, 197),
         ("TPU v5p", 459, 459),
-        ("TPU v6 lite", 918, 918),
         ("cpu", None, None),
     ],
 )

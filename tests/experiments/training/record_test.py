@@ -1,8 +1,10 @@
 """The meter, the record and the screen: what is read, written and shown while a run goes on."""
 
+import contextlib
 import io
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -171,22 +173,34 @@ def test_a_finished_run_gets_new_tags_too(tmp_path):
     assert written() == before
 
 
-def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
-    run = begun(tmp_path)
-    run.write("train", 1, loss=1.0)
-    run.close("finished")
+BEGUN = {  # what a run of seed 0 has left: whether it wrote a line, and its outcome
+    "finished": (True, "finished", None),
+    "finished, and its numbers are gone": (True, "finished", "metrics.jsonl"),
+    "interrupted": (True, "interrupted", None),
+    "interrupted before its first line": (False, "interrupted", "a checkpoint"),
+    "nothing": (False, "failed", None),
+}
+
+
+@pytest.mark.parametrize(("wrote", "outcome", "then"), BEGUN.values(), ids=BEGUN)
+def test_a_directory_of_another_config_is_refused_and_left_as_it_is(wrote, outcome, then, tmp_path):
+    """Unless its run wrote nothing that another would continue. On another mesh it is the same run."""
+    run = begun(tmp_path) if wrote else made(tmp_path)
+    if wrote:
+        run.write("train", 1, loss=1.0)
+    run.close(outcome)
+    if then == "a checkpoint":
+        (tmp_path / "checkpoints" / "1" / "state").mkdir(parents=True)
+    elif then:
+        (tmp_path / then).unlink()
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(Mistake, match="seed: 0 there, 1 here"):
+    record.check(tmp_path, identity(mesh={"fsdp": 4}))
+    with contextlib.nullcontext() if outcome == "failed" else pytest.raises(Mistake, match="seed: 0 there, 1 here"):
         record.check(tmp_path, identity(seed=1))
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-
-
-def test_a_finished_run_of_another_config_is_told_though_its_numbers_are_gone(tmp_path):
-    begun(tmp_path).close("finished")
-    (tmp_path / "metrics.jsonl").unlink()
-    record.check(tmp_path, identity())
-    with pytest.raises(Mistake, match="seed: 0 there, 1 here"):
-        record.check(tmp_path, identity(seed=1))
+    if outcome == "failed":
+        made(tmp_path, seed=1).close("finished")
+        assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -205,18 +219,6 @@ def test_numbers_that_nobody_would_read_are_told(replaced, tmp_path):
         run.close("finished")
     assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "running"
     run.close("failed: lost")
-
-
-def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
-    made(tmp_path).close("failed")
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
-    record.check(tmp_path, identity(seed=1))
-    made(tmp_path, seed=1).close("finished")
-    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "1.json").write_text("{}")  # told to stop before its first line of metrics
-    with pytest.raises(Mistake, match="seed: 1 there, 2 here"):
-        record.check(tmp_path, identity(seed=2))
 
 
 THEIRS = {  # what somebody may have in a directory that a command names by mistake
@@ -245,6 +247,14 @@ def test_a_directory_that_holds_something_else_is_refused_and_left(files, linked
         record.check(workdir, identity())
     left = {str(p.relative_to(place)): p.read_text() for p in place.rglob("*") if p.is_file()}
     assert left == files
+
+
+def test_a_directory_that_is_a_file_or_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Mistake, match="is a file, not a directory"):
+        record.check(tmp_path / "file", identity())
+    with pytest.raises(Mistake, match="--workdir=/proc/run cannot be written"):  # also by root
+        record.check(Path("/proc/run"), identity())
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile", "model", "twin"])
@@ -280,13 +290,6 @@ def test_what_a_killed_process_leaves_before_its_run_json_is_no_obstacle(tmp_pat
     record.check(tmp_path, identity())
     with pytest.raises(Mistake, match=r"config.json"):
         record.check(tmp_path, identity(seed=3))
-
-
-def test_another_mesh_goes_on_with_the_same_run(tmp_path):
-    run = begun(tmp_path)
-    run.write("train", 1, loss=1.0)
-    run.close("interrupted")
-    record.check(tmp_path, identity(mesh={"fsdp": 4}))
 
 
 def screen(terminal: bool, width: int = 100):

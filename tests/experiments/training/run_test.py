@@ -15,9 +15,8 @@ from flax import nnx
 
 from experiments import command, config_files, files
 from experiments.bench import train as bench
-from experiments.data import augment
 from experiments.errors import Failed, Mistake
-from experiments.training import image, settings, tasks
+from experiments.training import image, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import (
     as_people_run_it as as_people_run_it,
@@ -25,7 +24,6 @@ from tests.experiments.runs import (
     program,
     shared,
     steps,
-    timeless,
     xla_flags,
 )
 
@@ -199,21 +197,17 @@ def test_hardened_weights_are_scored_beside_those_in_training():
     np.testing.assert_allclose(found["loss"], found["hardened_loss"], rtol=1e-6)
 
 
-def test_moments_are_exact_of_many_images():
-    images = np.random.default_rng(0).integers(0, 256, (20_000, 32, 32, 3), np.uint8)
-    images[..., 1] //= 2
+@pytest.mark.parametrize("value", [None, 0, 7, 100, 255])
+def test_moments_are_exact_of_many_images(value):
+    """A channel that is constant has a deviation of one."""
+    images = np.random.default_rng(0).integers(
+        0, 256, (20_000, 32, 32, 3) if value is None else (10, 8, 8, 3), np.uint8
+    )
+    images[..., 1] = images[..., 1] // 2 if value is None else value
     mean, std = image.moments(images)
+    deviations = [1 if value is not None and c == 1 else images[..., c].std(dtype=np.float64) / 255 for c in range(3)]
     np.testing.assert_allclose(mean, [images[..., c].mean(dtype=np.float64) / 255 for c in range(3)], rtol=1e-6)
-    np.testing.assert_allclose(std, [images[..., c].std(dtype=np.float64) / 255 for c in range(3)], rtol=1e-6)
-
-
-@pytest.mark.parametrize("value", [0, 7, 100, 255])
-def test_a_channel_that_is_constant_has_a_deviation_of_one(value):
-    images = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 2), np.uint8)
-    images[..., 1] = value
-    mean, std = image.moments(images)
-    assert std[1] == 1
-    np.testing.assert_allclose(augment.normalise(images, mean, std)[..., 1], 0, atol=1e-7)
+    np.testing.assert_allclose(std, deviations, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -309,18 +303,9 @@ def finished(tmp_path_factory):
 @pytest.mark.processes
 def test_a_run_shows_what_it_does(finished):
     workdir, said = finished
-    for part in (
-        "devices",
-        "4 x cpu",
-        "16 = 4 devices x 4",
-        "4 steps",
-        "effective",
-        "6 of 8 layers 2:4",
-        "step 4/4",
-    ):
+    parts = ["devices", "4 x cpu", "16 = 4 devices x 4", "4 steps", "effective", "6 of 8 layers 2:4", "step 4/4"]
+    for part in [*parts, "hardened", str(workdir / "report.html")]:
         assert part in said
-    assert "hardened" in said
-    assert str(workdir / "report.html") in said
 
 
 @pytest.mark.processes
@@ -346,7 +331,7 @@ def test_a_run_leaves_its_directory(finished):
     assert "<svg" in page
     assert "blocks/0/mlp/up" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
-    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "2.json", "4", "4.json"]
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4"]
 
 
 @pytest.mark.processes
@@ -412,53 +397,6 @@ def test_a_directory_is_of_one_config(finished):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
-    """A run stopped half way and started again ends as one that was not."""
-    words = [
-        "launch.py",
-        "--config=configs/resnet_24.py:smoke",
-        "--config.sparsity.stages=fwd_rhs=ste(hold(mse(2,4),every=2)); drhs_g=mvue_approx(2,4)",
-        "--config.ema=0.9",
-    ]
-    command.main([*words, f"--workdir={tmp_path / 'whole'}"], "")
-    stop = Checkpoints.save
-
-    def save(self, step, state, seen, best):
-        stop(self, step, state, seen, best)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Checkpoints, "save", save)
-    with pytest.raises(KeyboardInterrupt):
-        command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
-    assert json.loads((tmp_path / "cut" / "run.json").read_text())["outcome"] == "interrupted"
-    monkeypatch.undo()
-    monkeypatch.chdir(config_files.ROOT)
-    command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
-    assert timeless(tmp_path / "whole") == timeless(tmp_path / "cut")
-
-
-def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(tmp_path, monkeypatch):
-    rate = lambda config, total: lambda step: jnp.where(step < 2, 0.01, 1e30)
-    monkeypatch.setattr(settings, "learning_rate", rate)
-    words = ["--config=configs/resnet_24.py:smoke", "--config.measure=0", "--config.evaluate=1"]
-    with pytest.raises(Failed, match=r"after step 3 is (nan|inf). The checkpoint of step 2 is kept in"):
-        command.main(["launch.py", *words, f"--workdir={tmp_path}"], "")
-    assert json.loads((tmp_path / "run.json").read_text())["outcome"].startswith("diverged: the ")
-    assert (tmp_path / "report.html").exists()
-    step, state, _ = Checkpoints(tmp_path).restore(program(words[0].partition("=")[2]).shapes)
-    assert step == 2
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_cannot_be_written(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(Mistake, match="cannot be written"):
-        command.main(["launch.py", "--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'x'}"], "")
-
-
-@pytest.mark.slow
 def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path):
     """States are donated, and saved while later steps run."""
     made = shared("configs/resnet_24.py:smoke")
@@ -472,12 +410,6 @@ def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path)
     step, found, _ = Checkpoints(tmp_path).restore(made.shapes, best=True)
     assert step == 1
     jax.tree.map(np.testing.assert_array_equal, found, kept)
-
-
-def test_a_workdir_that_is_a_file(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Mistake, match="is a file, not a directory"):
-        command.main(["launch.py", "--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
 
 
 @pytest.fixture

@@ -154,6 +154,8 @@ def test_masked_decay_comes_after_clipping():
         ("sgd(0.9)", "no call with named options"),
         ("sgd(momentum=", "no call with named options"),
         ("step_adam()", "after"),
+        ("novograd(weight_decay=0.1)", "also biases"),
+        ("lbfgs", "'lbfgs' is not known"),
     ],
 )
 def test_wrong_optimizers(optimizer, said):
@@ -173,13 +175,3 @@ def test_an_optimizer_with_a_mask_of_another_name_leaves_biases(name):
     found = updates(c, PARAMS, still)["up"]
     assert np.all(found["bias"] == 0)
     assert np.all(found["kernel"] != 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("novograd(weight_decay=0.1)", "also biases"), ("lbfgs", "'lbfgs' is not known")]
-)
-def test_optimizers_that_are_refused(name, said):
-    c = common.run()
-    c.optimizer = name
-    with pytest.raises(Mistake, match=said):
-        settings.optimizer(c, optax.constant_schedule(0.5), 100)

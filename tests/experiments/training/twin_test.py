@@ -162,21 +162,6 @@ def test_the_sentence(tmp_path, monkeypatch):
     assert loss.startswith("hardened loss 1.6000 (lower is better), 1.00 of")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--config=configs/vit_dense.py:smoke"], "names no twin. Write --config.twin=FILE"),
-        ([f"--config={VIT}", "--mode=plan"], "leave out --sweep, --sweep_index and --mode"),
-        ([f"--config={VIT}", "--sweep"], "leave out --sweep, --sweep_index and --mode"),
-        ([f"--config={VIT}", "--config.twin=configs/vit_dens.py"], "Did you mean configs/vit_dense.py"),
-    ],
-)
-def test_what_has_no_twin_is_refused(words, said):
-    with pytest.raises(Mistake, match=said) as caught:
-        command.carry_out(command.read(["launch.py", "--with_twin", *words]), "")
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.slow
 def test_a_twin_is_trained_first_and_compared_with(tmp_path, capsys):
     words = ["launch.py", f"--config={VIT}", f"--workdir={tmp_path / 'run'}", "--with_twin"]
