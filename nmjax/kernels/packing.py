@@ -242,7 +242,9 @@ def pruned(
     if pruner.facts.stochastic:
         groups = whole[1] // group[0], whole[2] // group[1]
         u = uniforms(words, words.shape[1], index, share, groups, *rows_and_columns())
-    return pruner.kernel_form.members(x, u, scale[index // share])
+    members = pruner.kernel_form.members
+    assert members is not None, pruner  # `limits.fuses` says so
+    return members(x, u, scale[index // share])
 
 
 def crowded(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:

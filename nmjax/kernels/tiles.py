@@ -156,7 +156,8 @@ def _both(
     b, i, j = at
     rows, columns, put = pl.ds(i * _TILES, _TILES), pl.ds(j * _TILES, _TILES), partial(store, emulated=emulated)
     tile = _members(at, seen, dtype, emulated)
-    tile = tile if pruner == identity else pruner.kernel_form.tile(tile)
+    prune = pruner.kernel_form.tile
+    tile = tile if prune is None else prune(tile)  # `identity` has none
     packed = partial(two_of_four, crowded=crowded(pruner, dtype))
     across, down = [packed(line) for line in tile], [packed([line[c] for line in tile]) for c in FOUR]
     for line, (first, second, _) in enumerate(across):
@@ -271,7 +272,8 @@ def _rounded(
     u = uniforms(words, last, *numbers) if copy.pruner.facts.stochastic else None
     r = uniform(words, *numbers, last) if copy.rounding == "random" else None
     beta, scale = factors[index // share, 0], factors[index // share, 1 + number]
-    x = x if copy.pruner == identity else copy.pruner.kernel_form.members(x, u, beta)
+    prune = copy.pruner.kernel_form.members
+    x = x if prune is None else prune(x, u, beta)  # `identity` has none
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 
