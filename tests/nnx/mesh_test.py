@@ -144,7 +144,7 @@ def test_sharding_metadata_is_the_kernels():
     with jax.set_mesh(jax.make_mesh((1, 2, 2), ("layers", "in", "out"), axis_types=(AxisType.Auto,) * 3)):
         model = make(nnx.Rngs(0).split(3))
         nm.nnx.sparsify(model, nm.Recipe(((".*", "fst()"),)))
-    specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.NM))["dot_general"]
+    specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.NM))["nm_site"]
     assert specs["state"]["fwd_rhs"].get_value() == P("layers", "in", "out")
     assert specs["words"].get_value() == specs["time"].get_value() == P("layers", None, None)
 
