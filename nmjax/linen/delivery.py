@@ -10,7 +10,7 @@ import jax
 from flax import linen as nn
 
 from nmjax.linen.doors import Weight, weights_of
-from nmjax.linen.layer import COPIED, Call
+from nmjax.linen.layer import Call
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.missed import Missed, report
 from nmjax.recipes.table import Recipe
@@ -83,7 +83,7 @@ class Delivery:
         try:
             with fresh:
                 y = self._result(next_fun, args, options, module, method) if is_method else next_fun(*args, **options)
-            if module.scope is not None and module.is_initializing() and not module.scope.get_flag(COPIED, False):
+            if module.scope is not None and module.is_initializing():
                 self.reached.note(module)
                 if outermost:
                     self._report(module)

@@ -20,8 +20,6 @@ from nmjax.programs.running import run
 from nmjax.programs.sites import Origin, context
 from nmjax.recipes.table import Recipe
 
-COPIED = "nmjax_copied"  # the flag of scopes of copies of layers
-
 
 def _layout(of: ShapedProduct) -> tuple[Operand, tuple[Step, ...]]:
     """Return the roles of the axes of the operand, and the steps from the weight to it."""
@@ -217,7 +215,7 @@ class Call(NamedTuple):
             for name, value in values.items():
                 held = variables["params"][name]
                 variables["params"][name] = jax.tree.unflatten(jax.tree.structure(held), [value])
-            at = scope.path, scope.debug_path, {**scope.flags, COPIED: True}
+            at = scope.path, scope.debug_path, scope.flags
             inner = Scope(variables, scope.rngs, scope.name, mutable, None, *at)
             if not initializing:
                 inner.rng_counters = scope.rng_counters

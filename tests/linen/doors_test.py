@@ -129,19 +129,26 @@ class Experts(nn.Module):
         return nn.relu(x @ self.up)
 
 
+class Doubled(nn.Module):
+    """A layer that is called twice, with other random numbers, and whose other method takes one of its weights."""
+
+    @nn.compact
+    def __call__(self, x, **options):
+        layer = Experts(name="of")
+        return layer(layer(x, **options), **options) + layer.helper(x).sum()
+
+
 def test_a_layer_may_have_several_weights_and_layers_and_random_numbers():
     linen.door(Experts, weight=("up", "down"))
-    rules = nm.Recipe({r"up": STE, r"down": "ste(1,4)", "inner": "s_ste(2,4)", "scale": "dense"})
-    model = Pruned(Experts(), rules)
-    variables, rngs = model.init(X), {"dropout": jax.random.key(4)}
-    assert linen.paths(variables) == ("down", "inner", "up")
-    y = model.apply(variables, X, train=True, rngs=rngs)
-    _, seen = model.apply(variables, X, capture_intermediates=True)
-    assert [len(v) for v in jax.tree.leaves(seen["intermediates"], is_leaf=lambda v: isinstance(v, tuple))] == [1] * 3
-    hard = linen.harden(variables)
-    np.testing.assert_array_equal(Experts().apply({"params": hard["params"]}, X, train=True, rngs=rngs), y)
+    rules = nm.Recipe({r"of/up": STE, r"of/down": "ste(1,4)", "of/inner": "s_ste(2,4)", "of/scale": "dense"})
+    model = Pruned(Doubled(), rules)
+    variables = model.init(X)
+    assert linen.paths(variables) == ("of/down", "of/inner", "of/up")
+    options = {"train": True, "rngs": {"dropout": jax.random.key(4)}, "capture_intermediates": True}
+    plain = {"params": linen.harden(variables)["params"]}
+    chex.assert_trees_all_equal(model.apply(variables, X, **options), model.model.apply(plain, X, **options))
     found = {path: (p.n, p.m) for path, p in linen.patterns(variables).items()}
-    assert found == {"down": (1, 4), "up": (2, 4), "inner/kernel": (2, 4)}
+    assert found == {"of/down": (1, 4), "of/up": (2, 4), "of/inner/kernel": (2, 4)}
 
 
 def test_a_layer_that_writes_a_variable_writes_it_once():
@@ -243,6 +250,7 @@ LAYER, SSTE, NOISE = LAYERS["Dense"][0], "s_ste(2,4)", "mvue(2,4)"
 in_steps = lambda variables: jax.eval_shape(functools.partial(linen.set_step, step=0), variables)
 hardened = lambda variables: jax.eval_shape(linen.harden, variables)
 apart = lambda: shapes(Stack(1, 0))
+one_of = lambda variables: variables | {"params": jax.tree.map(lambda v: v.update(shape=(16, 16)), variables["params"])}
 APART = rf"{PATH}: its weight has shape \(16, 3, 16\), but 'nm' is for \(16, 16\) stacked along \(0,\)"
 REFUSED = {
     # the door
@@ -303,6 +311,8 @@ REFUSED = {
     **{f"one variable {n}": (lambda text=text: in_steps(shapes(Shared(), text)),
         rf"{PATH}: its weight has shape \(3, 16, 16\), but 'nm' is for \(16, 16\) stacked along no axis")
        for n, text in enumerate((NOISE, "mdgf(2,4,linear(1,0,9))"))},
+    "one layer for a stack": (lambda: in_steps(one_of(shapes(Stack(2, 2)))),
+        rf"{PATH}: its weight has shape \(16, 16\), but 'nm' is for \(16, 16\) stacked along \(2,\)"),
     "a stack for one": (lambda: apply(Shared(), shapes(Stack(), NOISE), NOISE),
         f"{PATH}: one layer got the variables of a whole stack"),
 }  # fmt: skip
