@@ -229,6 +229,12 @@ def plan_inside():
         linen.plan(nn.Dense(8), X)
 
 
+def two_models():
+    with Pruned(None, nm.Recipe({"layer": STE})).within():
+        for model in (LAYER, nn.Dense(8)):
+            model.init(jax.random.key(0), X)
+
+
 def other_axes():
     with Pruned(None, STE).within():
         variables = Einsum((16, 16)).init(jax.random.key(0), "bi,io->bo", X)
@@ -289,6 +295,7 @@ REFUSED = {
     "plan inside": (plan_inside, "plan is called inside sparsify"),
     "an idle rule": (lambda: shapes(LAYER, nm.Recipe({"mlp": STE})),
         r"(?s)These rules of the recipe apply to no layer:.*'mlp'.*layer"),
+    "a rule of another model": (two_models, "These rules of the recipe apply to no layer"),
     # the collection
     **{f"missing{n}": (lambda o=options: apply(LAYER, without("nm", shapes(LAYER, SSTE)), SSTE, **o),
         r"layer: fwd_rhs=ste\(soft\(2,4\)\); .* reads the collection 'nm', which is missing.*'nm': variables\['nm'\]")
