@@ -446,31 +446,31 @@ def in_linen(found: Found) -> None:
         recipe = nm.Recipe(RECIPES[name])
 
         class Model(linen.Module):
-            recipe: nm.Recipe
-
             @linen.compact
             def __call__(self, x):
-                dot, conv = nm.linen.dot_cls(self.recipe, 5), nm.linen.conv_cls(self.recipe, 5)
-                x = linen.relu(linen.Conv(16, (3, 3), conv_general_dilated_cls=conv)(x)).reshape(2, -1, 16)
-                x = linen.relu(linen.Dense(16, dot_general_cls=dot)(x))
-                return linen.Dense(8, dot_general_cls=dot)(x)
+                x = linen.relu(linen.Conv(16, (3, 3))(x)).reshape(2, -1, 16)
+                x = linen.relu(linen.Dense(16)(x))
+                return linen.Dense(8)(x)
 
-        model = Model(recipe)
-        variables = jax.jit(model.init)(jax.random.key(2), x)
+        model, within = Model(), functools.partial(nm.linen.sparsify, recipe, seed=5)
+        with within():
+            variables = jax.jit(model.init)(jax.random.key(2), x)
         found.put(f"linen/{name}/paths", list(nm.linen.paths(variables)))
 
         @jax.jit
-        def run(variables, x, now, micro, model=model):
+        def run(variables, x, now, micro, model=model, within=within):
             variables = nm.linen.set_step(variables, now, micro)
             f = lambda params: jnp.square(model.apply(variables | {"params": params}, x) - 1).mean()
-            return variables, jax.value_and_grad(f)(variables["params"])
+            with within():
+                return variables, jax.value_and_grad(f)(variables["params"])
 
         for now, micro in ((0, 0), (3, 0), (3, 1), (50, 2)):
             variables, made = run(variables, x, jnp.int32(now), jnp.int32(micro))
             held = sorted(Found._told(v) for v in jax.tree.leaves(variables["nm"]))
             found.put(f"linen/{name}/at {now}.{micro}", [*made, " ".join(held)])
         hard = nm.linen.harden(variables)
-        found.put(f"linen/{name}/hard", [hard["params"], model.apply(hard, x)])
+        with within():
+            found.put(f"linen/{name}/hard", [hard["params"], model.apply(hard, x)])
 
 
 # ---- optimizers, metrics, counts ----

@@ -23,7 +23,7 @@ BESIDE = ("pyproject.toml", "README.md", "LICENSE")  # the files that the packag
 TRY = """
 import nmjax as nm, jax.numpy as jnp
 assert nm.prune(nm.mse(2, 4), jnp.array([1.0, -2.0, 3.0, -4.0])).tolist() == [0.0, 0.0, 3.0, -4.0]
-assert nm.kernels.on and nm.nnx.sparsify and nm.linen.dot_cls and nm.models.ViT
+assert nm.kernels.on and nm.nnx.sparsify and nm.linen.sparsify and nm.models.ViT
 """
 
 

@@ -1,13 +1,11 @@
 """Sparsity for any flax.linen model.
 
 Inside the context `sparsify`, the layers of a model are pruned as a recipe says for their paths. The model takes no
-argument and does not change. `door` declares further classes of layers. Some layers also take the product as an
-argument: `dot_cls` is for ``dot_general_cls`` of Dense and DenseGeneral, and for ``qkv_`` and ``out_dot_general_cls``
-of attention; `conv_cls` is for ``conv_general_dilated_cls`` of Conv. Both ways give the same results, bit for bit.
+argument and does not change. `door` declares further classes of layers.
 
-A layer keeps what its method needs in the collection ``nm``: noise words, the time, and state such as held masks. Many
-methods need no arrays. Pass the collection wherever ``params`` goes: into ``apply``, and through ``nn.scan`` and
-``nn.vmap`` along the same axis, ``variable_axes={"params": 0, "nm": 0}``.
+A layer keeps what its method needs in the collection ``nm``, at the path of its weight in ``params``: noise words, the
+time, and state such as held masks. Many methods need no arrays. Pass the collection wherever ``params`` goes: into
+``apply``, and through ``nn.scan`` and ``nn.vmap`` along the same axis, ``variable_axes={"params": 0, "nm": 0}``.
 
 Time is data: one compiled program serves all steps. Only `set_step` and `reset_state` write it and the state. The noise
 of a step is a function of seed, path, place in the stack, step, micro-step and slot. The path is that of the parameters
@@ -23,7 +21,6 @@ in the model that ran ``init``. Models that train together need different seeds.
 (4, 8)
 """
 
-from nmjax.linen.arguments import conv_cls as conv_cls, dot_cls as dot_cls
 from nmjax.linen.delivery import sparsify as sparsify
 from nmjax.linen.doors import door as door
 from nmjax.linen.hardening import (
@@ -40,8 +37,8 @@ from nmjax.linen.measures import gradient_errors as gradient_errors, weights as 
 from nmjax.linen.planning import plan as plan
 
 __all__ = (
-    "conv_cls", "door", "dot_cls", "gradient_errors", "harden", "masks", "paths", "patterns", "plan",
-    "reset_state", "scales", "set_step", "sparsify", "violations", "weights",
+    "door", "gradient_errors", "harden", "masks", "paths", "patterns", "plan", "reset_state", "scales", "set_step",
+    "sparsify", "violations", "weights",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from nmjax.linen.doors import Weight, has_argument, weights_of
+from nmjax.linen.doors import Weight, weights_of
 from nmjax.linen.layer import Call
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.missed import Missed, report
@@ -68,7 +68,6 @@ class Delivery:
         self.recipe, self.seed, self.strict = recipe, seed, strict
         self.depth = 0
         self.running: list[tuple[nn.Module, tuple[Weight, ...], Path]] = []  # layers with doors, and their copies
-        self.copied = 0  # the number of these layers that run with other products
         self.reached = Reached()
 
     def __call__(
@@ -84,23 +83,20 @@ class Delivery:
         try:
             with fresh:
                 y = self._result(next_fun, args, options, module, method) if is_method else next_fun(*args, **options)
-            if module.scope is not None and module.is_initializing() and not self.copied:
+            if module.scope is not None and module.is_initializing():
                 self.reached.note(module)
                 if outermost:
                     self._report(module)
             return y
-        except BaseException:
-            self.reached = Reached()
-            raise
         finally:
             self.depth -= 1
-            if outermost:
+            if not self.depth:
                 self.reached = Reached()
 
     def _result(self, next_fun: Callable[..., Any], args: Any, options: Any, module: nn.Module, method: str) -> Any:
         weights = () if any(module is other for other, _, _ in self.running) else weights_of(module)
         self.reached.by_door |= {(*module.path, weight.name) for weight in weights}
-        if not weights or has_argument(module):
+        if not weights:
             return next_fun(*args, **options)
         self._check_apart(module, weights)
         self.reached.layers |= dict.fromkeys(weight.path for weight in weights)
@@ -117,25 +113,15 @@ class Delivery:
         initializing, uses, made = call.module.is_initializing(), None, None
         if initializing:
             made = next_fun(*call.args, **call.options)  # it makes the parameters
-            with self._copying():
-                uses = call.uses()
+            uses = call.uses()
             if call.method != "__call__":  # another method may leave the weights to __call__
-                uses = [one for one in uses if one.products]
+                uses = {name: one for name, one in uses.items() if one.products}
         elif not all(call.module.has_variable("params", weight.name) for weight in call.weights):
             return next_fun(*call.args, **call.options)
         sites = call.sites(uses, self.recipe, self.seed)
         if all(site.sparsity == Sparsity() for site in sites.values()):
             return made if initializing else next_fun(*call.args, **call.options)
-        with self._copying():
-            return call.pruned(sites, self.recipe.backend, initializing)
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        self.copied += 1
-        try:
-            yield
-        finally:
-            self.copied -= 1
+        return call.pruned(sites, self.recipe.backend, initializing)
 
     def _check_apart(self, module: nn.Module, weights: tuple[Weight, ...]) -> None:
         """Refuse a parameter that has two doors: one of its own layer, and one of a layer around that."""
@@ -178,8 +164,7 @@ def sparsify(recipe: Recipe, *, seed: int = 0, strict: bool = False) -> Iterator
     The model takes no argument for it and does not change. Inside the context, ``model.init`` makes the collection
     "nm", and ``model.apply`` computes with pruned products. Use the context around both, also inside functions that
     `jax.jit` compiles. It prunes nn.Dense, nn.DenseGeneral (also inside attention), nn.Einsum, nn.Conv,
-    nn.ConvTranspose and the layers of declared doors. A layer that has `dot_cls` or `conv_cls` as its argument follows
-    that.
+    nn.ConvTranspose and the layers of declared doors.
 
     ``init`` warns of every parameter of two axes or more that a rule matches and no door reaches. Enter other
     interceptors inside this context. Interceptors around it see calls of pruned layers twice.

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 from flax import linen as nn
 
-from nmjax.linen.arguments import dot_cls
 from nmjax.linen.others import OTHERS
 
 DOORS: dict[type | str, tuple[str, ...]] = {
@@ -101,12 +100,6 @@ def weights_of(module: nn.Module) -> tuple[Weight, ...]:
             name = type(module).__name__
             return tuple(Weight(w, f"{path}/{w}".lstrip("/") if shared else path, name) for w in names)
     return ()
-
-
-def has_argument(module: nn.Module) -> bool:
-    """Return True if a layer has our product as its argument."""
-    arguments = ("dot_general_cls", "conv_general_dilated_cls")
-    return any(isinstance(getattr(module, name, None), dot_cls) for name in arguments)
 
 
 def _filled(module: nn.Module, text: str) -> str:

@@ -11,7 +11,7 @@ from flax.core import meta
 from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked
-from nmjax.linen.leaves import Leaves, Sited
+from nmjax.linen.leaves import Sited, leaves, sited
 from nmjax.linen.planning import other_uses, refused_use
 from nmjax.linen.variables import SiteVariable
 from nmjax.products.sparsity import Sparsity
@@ -37,9 +37,9 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
-    >>> layer = nn.Dense(8, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "mvue(2,4)"),))))
-    >>> variables = nm.linen.set_step(layer.init(jax.random.key(0), jnp.ones((4, 16))), step=3)
-    >>> print(variables["nm"]["Product_0"]["site"].time.ravel())
+    >>> with nm.linen.sparsify(nm.Recipe({".*": "mvue(2,4)"})):
+    ...     variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((4, 16)))
+    >>> print(nm.linen.set_step(variables, step=3)["nm"]["kernel"].time.ravel())
     [3 0]
     """
     now = moment(step, micro)
@@ -54,10 +54,10 @@ def reset_state(variables: Variables) -> Variables:
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
-    >>> layer = nn.Dense(1, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "s_ste(2,4)"),))))
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((4, 4)))
+    >>> with nm.linen.sparsify(nm.Recipe({".*": "s_ste(2,4)"})):
+    ...     variables = nn.Dense(1).init(jax.random.key(0), jnp.ones((4, 4)))
     >>> variables["params"]["kernel"] = jnp.array([[1.], [2.], [3.], [4.]])
-    >>> print(nm.linen.reset_state(variables)["nm"]["Product_0"]["site"].state["fwd_rhs"].ravel())
+    >>> print(nm.linen.reset_state(variables)["nm"]["kernel"].state["fwd_rhs"].ravel())
     [2.2]
     """
     return _with_layers(variables, lambda layer: (layer.site.renewed(layer.value), layer.weight))
@@ -88,12 +88,13 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
-    >>> layer = nn.Dense(8, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "ste(2,4)"),))))
-    >>> hard = nm.linen.harden(layer.init(jax.random.key(0), jnp.ones((4, 16))))
+    >>> with nm.linen.sparsify(nm.Recipe({".*": "ste(2,4)"})):
+    ...     variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((4, 16)))
+    >>> hard = nm.linen.harden(variables)
     >>> bool(nm.groups.is_nm(hard["params"]["kernel"], 2, 4, axis=0))
     True
     """
-    before = Leaves.of(variables).sites()
+    before = sited(variables)
     others: Mapping[str, list[str]] = {} if model is None else other_uses(model, inputs, options)
     for layer in before:
         if layer.variable.sparsity.fwd_rhs != identity and layer.weight_path in others:
@@ -118,9 +119,9 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
-    >>> recipe = nm.Recipe(((".*", "ste(2,4)"),))
-    >>> model = nn.Sequential([nn.Dense(8, dot_general_cls=nm.linen.dot_cls(recipe)), nn.relu])
-    >>> nm.linen.paths(model.init(jax.random.key(0), jnp.ones((4, 16))))
+    >>> with nm.linen.sparsify(nm.Recipe({".*": "ste(2,4)"})):
+    ...     variables = nn.Sequential([nn.Dense(8), nn.relu]).init(jax.random.key(0), jnp.ones((4, 16)))
+    >>> nm.linen.paths(variables)
     ('layers_0',)
     """
     is_site = lambda v: isinstance(v, SiteVariable)
@@ -129,15 +130,14 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _with_layers(variables: Variables, change: Callable[[Sited], tuple[Site, jax.Array]]) -> Variables:
     """Return the variables with the site and the weight of every sparse layer as ``change`` makes them."""
-    leaves = Leaves.of(variables)
-    by_name = dict(leaves.by_name)
-    for layer in leaves.sites():
+    by_name, tree = leaves(variables)
+    for layer in sited(variables):
         if layer.variable.sparsity == Sparsity():
             continue
         site, weight = change(layer)
         by_name[layer.name] = layer.variable.holding(site)
         by_name[layer.where] = meta.replace_boxed(by_name[layer.where], weight)
-    return leaves.tree.unflatten(by_name.values())
+    return tree.unflatten(by_name.values())
 
 
 # ---- patterns, masks and scales ----
@@ -162,7 +162,7 @@ def patterns(variables: Mapping[str, Any]) -> dict[str, Pattern | None]:
     >>> nm.linen.patterns(variables)
     {'kernel': 2:4 along axis 0}
     """
-    return {layer.weight_path: _pattern(layer) for layer in Leaves.of(variables).sites()}
+    return {layer.weight_path: _pattern(layer) for layer in sited(variables)}
 
 
 def _pattern(layer: Sited) -> Pattern | None:
@@ -193,7 +193,7 @@ def violations(variables: Mapping[str, Any]) -> dict[str, jax.Array | None]:
     >>> nm.linen.violations(nm.linen.harden(variables))
     {'kernel': Array(0, dtype=int32)}
     """
-    return checked({layer.weight_path: layer.before.broken(layer.value) for layer in Leaves.of(variables).sites()})
+    return checked({layer.weight_path: layer.before.broken(layer.value) for layer in sited(variables)})
 
 
 def masks(variables: Mapping[str, Any]) -> Any:
@@ -216,12 +216,11 @@ def masks(variables: Mapping[str, Any]) -> Any:
     >>> masks["kernel"].shape, int(masks["kernel"].sum()), bool(masks["bias"])
     ((8, 4), 16, True)
     """
-    sparse = [one for one in Leaves.of(variables).sites() if one.variable.sparsity.fwd_rhs != identity]
+    sparse = [one for one in sited(variables) if one.variable.sparsity.fwd_rhs != identity]
     made = {layer.where: layer.back(layer.site.mask(layer.value)) for layer in sparse}
-    boxed = lambda v: isinstance(v, meta.AxisMetadata)
-    flat, tree = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=boxed)
-    name = lambda keys: ("params", *(getattr(part, "key", part) for part in keys))
-    return tree.unflatten([meta.replace_boxed(v, made.get(name(keys), jnp.array(True))) for keys, v in flat])
+    by_name, tree = leaves({"params": variables["params"]})
+    values = [meta.replace_boxed(v, made.get(name, jnp.array(True))) for name, v in by_name.items()]
+    return tree.unflatten(values)["params"]
 
 
 def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
@@ -242,5 +241,5 @@ def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.linen.scales(nm.linen.reset_state(variables))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path = {layer.path: layer.site.scale for layer in Leaves.of(variables).sites()}
+    by_path = {layer.path: layer.site.scale for layer in sited(variables)}
     return {path: scale for path, scale in by_path.items() if scale is not None}

@@ -14,16 +14,16 @@ from nmjax.linen.variables import SiteVariable, WeightOrigin, named, site_of
 from nmjax.products import rule
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Step, moves
+from nmjax.programs.parameters import Parameter, Step, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import run
-from nmjax.programs.sites import context
+from nmjax.programs.sites import Origin, context
 from nmjax.recipes.table import Recipe
 
 
 def _layout(of: ShapedProduct) -> tuple[Operand, tuple[Step, ...]]:
-    """Return the roles of the axes of the operand, and the steps from the weight to it, at least that to its dtype."""
-    return of.operand, of.product.parameter.steps or (Step("dtype", of.rhs.dtype),)
+    """Return the roles of the axes of the operand, and the steps from the weight to it."""
+    return of.operand, of.product.parameter.steps
 
 
 class Uses(NamedTuple):
@@ -41,10 +41,6 @@ class Uses(NamedTuple):
     products: list[ShapedProduct]
     others: list[str]
 
-    def note(self, product: Product, x: Any, w: Any) -> None:
-        """Write down a product of the weight."""
-        self.products.append(ShapedProduct.of(product, x, w))
-
     @property
     def layouts(self) -> list[tuple[Operand, tuple[Step, ...]]]:
         """The ways in which products take the weight."""
@@ -54,10 +50,6 @@ class Uses(NamedTuple):
     def has_one_layout(self) -> bool:
         """True if all products take the whole weight in one way."""
         return len(self.layouts) == 1 and not any(step.kind == "slice" for step in self.layouts[0][1])
-
-    def fitted(self, sparsity: Sparsity) -> Sparsity:
-        """Return what the products of any call prune, if ``else dense`` leaves empty what does not fit."""
-        return fitting_all(sparsity, [one.use() for one in self.products], tokens_known=False)[0]
 
     def origin(self, sparsity: Sparsity, seed: int) -> WeightOrigin:
         """Return the origin of the weight's variable.
@@ -82,7 +74,9 @@ class Uses(NamedTuple):
                 f"axes, or by slices of it. It has no single pattern, so {dense}."
             )
         (operand, steps), others = layouts[0], tuple(dict.fromkeys(self.others))
-        return WeightOrigin(self.weight.path, sparsity, seed, operand, shape, steps, self.weight.name, others)
+        fitted = fitting_all(sparsity, [one.use() for one in self.products], tokens_known=False)[0]
+        site = Origin(Parameter(self.weight.path, steps), operand, fitted, elsewhere=others)
+        return WeightOrigin(site, sparsity, seed, shape)
 
 
 class Call(NamedTuple):
@@ -128,19 +122,16 @@ class Call(NamedTuple):
             values[weight.name] = leaves[0]
         return values
 
-    def uses(self) -> list[Uses]:
-        """Return what the call does with the weights. Nothing is computed."""
-        found = self.no_uses()
-        note = lambda product, x, w, _: found[product.parameter.path].note(product, x, w)
+    def uses(self) -> dict[str, Uses]:
+        """Return what the call does with the weights, by their names. Nothing is computed."""
+        values = self.values()
+        found = {weight.name: Uses(weight, values[weight.name], [], []) for weight in self.weights}
+        note = lambda product, x, w, _: found[product.parameter.path].products.append(ShapedProduct.of(product, x, w))
         rewriter = Rewriter(note, lambda parameter, name: found[parameter.path].others.append(name))
         jax.eval_shape(lambda: self._run(rewriter, {}, initializing=True) and None)
-        return list(found.values())
+        return found
 
-    def no_uses(self) -> dict[str, Uses]:
-        """Return empty uses of the weights, by their names."""
-        return {w.name: Uses(w, value, [], []) for w, value in zip(self.weights, self.values().values(), strict=True)}
-
-    def sites(self, uses: list[Uses] | None, recipe: Recipe, seed: int) -> dict[str, SiteVariable]:
+    def sites(self, uses: Mapping[str, Uses] | None, recipe: Recipe, seed: int) -> dict[str, SiteVariable]:
         """Return the variables of the weights, by their names. Make them if the model is initializing.
 
         Args:
@@ -149,22 +140,18 @@ class Call(NamedTuple):
           seed: The seed of all noise.
         """
         made: dict[str, SiteVariable] = {}
-        known: Mapping[str, Any] = {} if uses is None else {one.weight.name: one for one in uses}
         values = self.values()
         for weight in self.weights:
             sparsity = recipe(weight.path)
             with named(weight.path):
                 if uses is None:
-                    origin = WeightOrigin(weight.path, sparsity, seed, Operand((), (), ()), (), (), weight.name)
-                    fitted = sparsity
-                elif weight.name not in known:
-                    continue  # this call does not multiply by it
-                elif sparsity == Sparsity() and not known[weight.name].has_one_layout:
-                    continue  # nothing to prune, and no pattern to know
+                    site = Origin(Parameter(weight.path, ()), Operand((), (), ()), sparsity)
+                    origin = WeightOrigin(site, sparsity, seed)
+                elif weight.name not in uses or (sparsity == Sparsity() and not uses[weight.name].has_one_layout):
+                    continue  # the call does not multiply by it, or there is nothing to prune and no pattern to know
                 else:
-                    origin, fitted = known[weight.name].origin(sparsity, seed), known[weight.name].fitted(sparsity)
-                scope = self.scope.push(origin.name, reuse=True)
-                made[weight.name] = site_of(scope, origin, values[weight.name], recipe, fitted)
+                    origin = uses[weight.name].origin(sparsity, seed)
+                made[weight.name] = site_of(self.scope, weight.name, origin, values[weight.name], recipe)
         return made
 
     def pruned(self, sites: Mapping[str, SiteVariable], backend: str, initializing: bool) -> Any:
@@ -175,32 +162,28 @@ class Call(NamedTuple):
           backend: The backend, as in `Recipe`.
           initializing: True if the layer has run already, to make its parameters.
         """
-        path_of = {weight.name: weight.path for weight in self.weights}
         own: dict[str, Any] = {}
         for name, site in sites.items():
-            with named(path_of[name]):
+            with named(site.origin.path):
                 own[name] = site.of_one_layer.arrays
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             name = product.parameter.path
-            site, path = sites[name], path_of[name]
+            site, path = sites[name], sites[name].origin.path
             if site.sparsity == Sparsity():
                 return None
             refusal = product.refusal(w)
             if refusal is not None:
                 raise ValueError(f"{path or 'the model'}: {refusal}. Take the derivative outside the layer.")
-            made_for = (site.origin.operand, moves(site.origin.steps))
-            operand, steps = _layout(ShapedProduct.of(product, x, w))
-            if site.origin.steps and made_for != (operand, moves(steps)):
+            made_for, (operand, steps) = site.origin.site, _layout(ShapedProduct.of(product, x, w))
+            if site.origin.shape and (made_for.operand, moves(made_for.parameter.steps)) != (operand, moves(steps)):
                 raise ValueError(
                     f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "
-                    "axes than the "
-                    f'call in init did. It has no single pattern, so leave the layer dense: (r"{path}", "dense").'
+                    "axes than the call in init did. It has no single pattern, so leave the layer dense: "
+                    f'(r"{path}", "dense").'
                 )
-            ctx = context(*arrays)
-            return rule.bilinear(
-                product.op, x, w, site.sparsity, ctx, backend, name=path or "the layer", extra=product.extra
-            )
+            of, ctx = path or "the layer", context(*arrays)
+            return rule.bilinear(product.op, x, w, site.sparsity, ctx, backend, name=of, extra=product.extra)
 
         return self.computed(Rewriter(compute, lambda parameter, name: None), own, initializing)
 
@@ -232,9 +215,8 @@ class Call(NamedTuple):
             for name, value in values.items():
                 held = variables["params"][name]
                 variables["params"][name] = jax.tree.unflatten(jax.tree.structure(held), [value])
-            inner = Scope(
-                variables, scope.rngs, scope.name, mutable, None, scope.path, scope.debug_path, scope.flags
-            )  # fmt: skip
+            at = scope.path, scope.debug_path, scope.flags
+            inner = Scope(variables, scope.rngs, scope.name, mutable, None, *at)
             if not initializing:
                 inner.rng_counters = scope.rng_counters
             copy = self.module.clone(parent=inner, _deep_clone=True)

@@ -13,57 +13,60 @@ from nmjax.programs.sites import Site, first, stored
 Names = tuple[Any, ...]
 
 
-class Leaves(NamedTuple):
-    """The leaves of a model's variables by their keys, and the structure of the tree."""
+def leaves(variables: Mapping[str, Any]) -> tuple[dict[Names, Any], Any]:
+    """Return the leaves of variables by their keys, and the tree. Boxes and variables of layers are whole."""
+    whole = lambda v: isinstance(v, (SiteVariable, meta.AxisMetadata))
+    flat, tree = jax.tree_util.tree_flatten_with_path(variables, is_leaf=whole)
+    return {tuple(getattr(part, "key", part) for part in path): leaf for path, leaf in flat}, tree
 
-    by_name: dict[Names, Any]
-    tree: Any
 
-    @classmethod
-    def of(cls, variables: Mapping[str, Any]) -> "Leaves":
-        """Return the leaves of variables. Boxes and variables of layers are whole."""
-        if "params" not in variables or "nm" not in variables:
-            raise ValueError(f"expected the collections 'params' and 'nm' in one dict, got {sorted(variables)}.")
-        whole = lambda v: isinstance(v, (SiteVariable, meta.AxisMetadata))
-        flat, tree = jax.tree_util.tree_flatten_with_path(variables, is_leaf=whole)
-        return cls({tuple(getattr(part, "key", part) for part in path): leaf for path, leaf in flat}, tree)
+def sited(variables: Mapping[str, Any]) -> "list[Sited]":
+    """Return every variable of a layer with its weight.
 
-    def sites(self) -> "list[Sited]":
-        """Return every variable of a layer with its weight.
-
-        Raises:
-          ValueError: A weight of a sparse layer does not have the shape that its variable says.
-        """
-        return [self._sited(name, v) for name, v in self.by_name.items() if isinstance(v, SiteVariable)]
-
-    def _sited(self, name: Names, site: SiteVariable) -> "Sited":
-        where = ("params", *name[1:-2], site.origin.weight)  # beside the scope that has the variable
-        weight = meta.unbox(self.by_name.get(where))
-        found = Sited("/".join(where[1:]), site.origin.path, name, where, site, weight)
-        if site.origin.sparsity != Sparsity():
-            with named("/".join(name[1:-2])):
-                found.check()
-        return found
+    Raises:
+      ValueError: A collection is missing, or a weight of a sparse layer does not have the shape that its variable says.
+    """
+    if "params" not in variables or "nm" not in variables:
+        raise ValueError(f"expected the collections 'params' and 'nm' in one dict, got {sorted(variables)}.")
+    by_name, _ = leaves(variables)
+    found = [
+        Sited(name, v, meta.unbox(by_name.get(("params", *name[1:]))))
+        for name, v in by_name.items() if isinstance(v, SiteVariable)
+    ]  # fmt: skip
+    for one in found:
+        if one.variable.origin.site.sparsity != Sparsity():
+            with named("/".join(one.name[1:-1])):
+                one.check()
+    return found
 
 
 class Sited(NamedTuple):
     """A weight and the variable of its layer, perhaps of a stack of layers.
 
     Attributes:
-      weight_path: The path of the weight among the parameters.
-      path: The path of the layer in the model that ran init.
       name: The keys that lead to the variable.
-      where: The keys that lead to the weight.
       variable: The variable.
       weight: The weight. None if a dense layer does not have it as a parameter.
     """
 
-    weight_path: str
-    path: str
     name: Names
-    where: Names
     variable: SiteVariable
     weight: Any
+
+    @property
+    def where(self) -> Names:
+        """The keys that lead to the weight."""
+        return ("params", *self.name[1:])
+
+    @property
+    def weight_path(self) -> str:
+        """The path of the weight among the parameters."""
+        return "/".join(self.where[1:])
+
+    @property
+    def path(self) -> str:
+        """The path of the layer in the model that ran init."""
+        return self.variable.origin.path
 
     def check(self) -> None:
         """Refuse a weight that is missing, or not stacked as its variable is."""
@@ -89,7 +92,7 @@ class Sited(NamedTuple):
     @property
     def before(self) -> Site:
         """The site of the weight with what its layer pruned before it was hardened."""
-        return Site(self.site.origin._replace(sparsity=self.variable.origin.sparsity))
+        return Site(self.site.origin._replace(sparsity=self.variable.origin.site.sparsity))
 
     def back(self, weight: jax.Array) -> jax.Array:
         """Return a weight as it is stored, given one like `value`."""

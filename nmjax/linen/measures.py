@@ -7,7 +7,7 @@ import jax
 from flax.core import meta
 
 from nmjax.analysis.metrics import Error, Weight
-from nmjax.linen.leaves import Leaves
+from nmjax.linen.leaves import leaves, sited
 from nmjax.linen.variables import SiteVariable
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import sites
@@ -31,7 +31,7 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
     >>> print(nm.linen.weights(variables)[""].density)
     0.5
     """
-    sparse = [one for one in Leaves.of(variables).sites() if one.variable.sparsity.fwd_rhs != identity]
+    sparse = [one for one in sited(variables) if one.variable.sparsity.fwd_rhs != identity]
     return {layer.path: layer.site.measure(layer.value) for layer in sparse}
 
 
@@ -65,13 +65,13 @@ def gradient_errors(
     >>> errors[""]._fields, bool(errors[""].variance > 0)
     (('bias', 'noise', 'variance', 'cosine'), True)
     """
-    layers = [one for one in Leaves.of(variables).sites() if one.variable.sparsity != Sparsity()]
+    layers = [one for one in sited(variables) if one.variable.sparsity != Sparsity()]
 
     def gradients(change: Callable[[Site], Site]) -> dict[str, jax.Array]:
         changed = lambda v: v.holding(change(v.site)) if isinstance(v, SiteVariable) else v
         nm = jax.tree.map(changed, variables["nm"], is_leaf=lambda v: isinstance(v, SiteVariable))
         of = lambda params: loss({**variables, "params": params, "nm": nm}, *args)
-        found = Leaves.of({"params": jax.grad(of)(variables["params"]), "nm": {}}).by_name
+        found, _ = leaves({"params": jax.grad(of)(variables["params"])})
         return {layer.path: meta.unbox(found[layer.where]) for layer in layers}
 
     return sites.gradient_errors(gradients, draws)

@@ -9,15 +9,14 @@ import numpy as np
 from flax import linen as nn
 
 from nmjax.analysis import scopes
-from nmjax.analysis.plan import LayerPlan, Plan, layer_plan
+from nmjax.analysis.plan import Plan, layer_plan
 from nmjax.analysis.refusals import Use
 from nmjax.analysis.savings import speed_of
 from nmjax.analysis.scopes import Costs
 from nmjax.core import layer_paths
-from nmjax.linen.arguments import Product
-from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
-from nmjax.linen.doors import has_argument, weights_of
-from nmjax.linen.layer import Call
+from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Reached
+from nmjax.linen.doors import Weight, weights_of
+from nmjax.linen.layer import Call, Uses
 from nmjax.products.pruning import shape_of
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import running, uses
@@ -32,20 +31,14 @@ class Planned(NamedTuple):
 
     Attributes:
       number: Its place among the weights, in the order in which calls reach them.
-      path: The path that rules match.
-      kind: The class of the layer.
-      sparsity: What the layer prunes.
-      backend: The backend, as in `Recipe`.
+      weight: The weight.
       size: The number of values in one layer's weight.
       uses: Its products: the operation, and the shapes of x and of the operand.
       refused: The reasons why it cannot be pruned.
     """
 
     number: int
-    path: str
-    kind: str
-    sparsity: Sparsity
-    backend: str
+    weight: Weight
     size: int
     uses: dict[tuple[Any, Any, Any], None]
     refused: list[str]
@@ -65,7 +58,7 @@ class Planner:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.reached = recipe, Reached()
-        self.planned: dict[Path, Planned] = {}
+        self.planned: dict[str, Planned] = {}  # by the paths of the weights
         self.copies: list[nn.Module] = []
 
     def __call__(
@@ -75,64 +68,40 @@ class Planner:
         module, method = context.module, context.method_name
         if method == "setup" or module.scope is None or not callable(getattr(type(module), method, None)):
             return next_fun(*args, **options)
-        if isinstance(module, Product):
-            return self._of_argument(module, *args, **options)
         weights = () if any(module is copy for copy in self.copies) else weights_of(module)
         self.reached.by_door.update((*module.path, weight.name) for weight in weights)
-        if not weights or has_argument(module) or module.is_initializing():
+        if not weights or module.is_initializing():
             y = next_fun(*args, **options)
             self.reached.note(module)
             return y
         return self._of_layer(Call(module, weights, method, args, options, self.copies.append))
 
-    def _row(self, where: Path, path: str, kind: str, sparsity: Sparsity, backend: str, size: int) -> Planned:
-        row = Planned(len(self.planned), path, kind, sparsity, backend, size, {}, [])
-        return self.planned.setdefault(where, row)
-
-    def _of_argument(self, module: Product, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
-        op = module.as_op(lhs, rhs, *args, **options)
-        if module.is_initializing():
-            return op(lhs, rhs)
-        path, where = "/".join(module.path[:-1]), (*module.path[:-1], "kernel")
-        recipe = module.recipe
-        row = self._row(where, path, type(module.parent).__name__, recipe(path), recipe.backend, rhs.size)
-        row.uses[op, shape_of(lhs), shape_of(rhs)] = None
-        with scopes.of_layer(row.number):
-            return op(lhs, rhs)
-
     def _of_layer(self, call: Call) -> Any:
-        path, uses, before = call.module.path, call.no_uses(), len(self.copies)
-        rows: dict[str, Planned] = {}
-        for weight in call.weights:
-            sparsity = self.recipe(weight.path)
-            size = uses[weight.name].value.size
-            rows[weight.name] = self._row(
-                (*path, weight.name), weight.path, weight.kind, sparsity, self.recipe.backend, size
-            )
-            self.reached.layers[weight.path] = None
+        before = len(self.copies)
 
         def compute(product: Any, x: Any, w: Any, _: Any) -> jax.Array:
-            name = product.parameter.path
-            uses[name].note(product, x, w)
-            with scopes.of_layer(rows[name].number):
+            with scopes.of_layer(numbers[product.parameter.path]):
                 return product.op(x, w, *product.extra)
 
-        rewriter = Rewriter(compute, lambda parameter, name: uses[parameter.path].others.append(name))
         try:
-            y = call.computed(rewriter, {})
+            numbers = {name: self._noted(call, uses) for name, uses in call.uses().items()}
+            return call.computed(Rewriter(compute, lambda parameter, name: None), {})
         finally:
             del self.copies[before:]
-        for weight in call.weights:
-            self._note(rows[weight.name], uses[weight.name], call.method)
-        return y
 
-    def _note(self, row: Planned, uses: Any, method: str) -> None:
+    def _noted(self, call: Call, uses: Uses) -> int:
+        """Write down what a call does with a weight, and return the number of the weight."""
+        weight, sparsity = uses.weight, self.recipe(uses.weight.path)
+        new = Planned(len(self.planned), weight, uses.value.size, {}, [])
+        row = self.planned.setdefault("/".join((*call.module.path, weight.name)), new)
+        self.reached.layers[weight.path] = None
         row.uses.update(dict.fromkeys((one.product.op, one.lhs, one.rhs) for one in uses.products))
-        if row.sparsity != Sparsity() and (uses.products or method == "__call__"):
+        if sparsity != Sparsity() and (uses.products or call.method == "__call__"):
             try:
-                uses.origin(row.sparsity, 0)
+                uses.origin(sparsity, 0)
             except ValueError as error:
                 row.refused.append(str(error))
+        return row.number
 
 
 def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
@@ -143,8 +112,8 @@ def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
 
     Args:
       model: A model. Nothing of it is computed.
-      *given: First the recipe of `sparsify`. Without it, only layers that have `dot_cls` or `conv_cls` are pruned. Then
-        an example of the model's inputs: arrays or their shapes.
+      *given: First the recipe of `sparsify`. Without it, the plan is that of the dense model. Then an example of
+        the model's inputs: arrays or their shapes.
       **options: Keyword arguments of the call, such as ``train=False``.
 
     Returns:
@@ -169,19 +138,22 @@ def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
     recipe, inputs = recipe_of("nm.linen.plan", given, options)
     if getattr(ACTIVE, "delivery", None) is not None:
         raise ValueError("plan is called inside sparsify. Call it outside: plan(model, recipe, x).")
-    planner = Planner(Recipe(()) if recipe is None else recipe)
-    with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
-        shapes, costs, others = _traced(model, planner, inputs, options)
-    for where, row in planner.planned.items():
-        if row.sparsity.fwd_rhs != identity and "/".join(where) in others:
-            row.refused.append(refused_use(row.path, row.sparsity, others["/".join(where)]))
-    by_number = lambda path: layer_paths.by_number("/".join(path))
-    rows = [_row_of(planner.planned[w], _shape(shapes, w), costs) for w in sorted(planner.planned, key=by_number)]
+    recipe = Recipe(()) if recipe is None else recipe
+    planner, shapes, costs, others = _traced(model, recipe, inputs, options)
+    rows = []
+    for where in sorted(planner.planned, key=layer_paths.by_number):
+        row, shape = planner.planned[where], np.shape(shapes[where])
+        path, sparsity = row.weight.path, recipe(row.weight.path)
+        if sparsity.fwd_rhs != identity and where in others:
+            row.refused.append(refused_use(path, sparsity, others[where]))
+        of = [Use(op, lhs, rhs, math.prod(shape) // row.size) for op, lhs, rhs in row.uses]
+        rows.append(layer_plan(
+            path, row.weight.kind, shape, sparsity, of, backend=recipe.backend, cost=costs.layers[row.number],
+            reads_data=row.number in costs.reading_data, refused=next(iter(row.refused), None),
+        ))  # fmt: skip
     reached = planner.reached
     left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
-    count = sum(math.prod(v.shape) for v in jax.tree.leaves(shapes))
-    if recipe is None:
-        return Plan(tuple(rows), costs.elsewhere, left, count, speed=speed_of(row.runs for row in rows))
+    count = sum(math.prod(v.shape) for v in shapes.values())
     refused = unused_rules(recipe, reached.paths)
     if not reached.by_door and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
@@ -190,9 +162,10 @@ def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
 
 
 def _traced(
-    model: nn.Module, planner: Planner, inputs: Any, options: Any
-) -> tuple[Any, Costs, dict[str, list[str]]]:  # fmt: skip
-    """Return the shapes of the parameters, the forward FLOPs by the numbers of the weights, and `other_uses`."""
+    model: nn.Module, recipe: Recipe, inputs: Any, options: Any
+) -> tuple[Planner, dict[str, Any], Costs, dict[str, list[str]]]:  # fmt: skip
+    """Return what a planner found, the parameters' shapes by their paths, the FLOPs, and `other_uses`."""
+    planner = Planner(recipe)
     leaves, tree = jax.tree.flatten((inputs, options))
     arrays = [shape_of(v) for v in leaves if is_array(v)]
     key = jax.random.key(0)
@@ -205,7 +178,8 @@ def _traced(
         args, keywords = call(arrays)
         return nn.unbox(model.init(key, *args, **keywords))
 
-    variables = jax.eval_shape(init, arrays)
+    with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
+        variables = jax.eval_shape(init, arrays)
     params = {"params": variables["params"]} if "params" in variables else {}
     rest = {name: of for name, of in variables.items() if name != "params"}
 
@@ -215,30 +189,14 @@ def _traced(
         y = model.apply(params | made, *args, rngs={"params": key}, mutable=True, **keywords)
         return [v for v in jax.tree.leaves(y) if isinstance(v, jax.Array)]
 
-    program = jax.make_jaxpr(forward)(params, arrays).jaxpr
-    leaves_of = list(running.leaves(params.get("params", {})))
-    names = [*leaves_of, *[None] * (len(program.invars) - len(leaves_of))]
+    with RECIPE(object()), nn.intercept_methods(planner):
+        program = jax.make_jaxpr(forward)(params, arrays).jaxpr
+    shapes = running.leaves(params.get("params", {}))
+    names = [*shapes, *[None] * (len(program.invars) - len(shapes))]
     costs = scopes.costs_of(program, [name is not None for name in names], len(planner.planned))
-    return variables.get("params", {}), costs, uses.other_uses(program, names)
+    return planner, shapes, costs, uses.other_uses(program, names)
 
 
 def other_uses(model: nn.Module, inputs: Any, options: Any) -> dict[str, list[str]]:
     """Return what else than the products of its layers a call of a model does with their weights, by their paths."""
-    planner = Planner(Recipe(()))
-    with RECIPE(object()), nn.intercept_methods(planner):
-        return _traced(model, planner, inputs, options)[2]
-
-
-def _shape(shapes: Any, where: Path) -> tuple[int, ...]:
-    for name in where:
-        shapes = shapes[name]
-    return tuple(np.shape(shapes))
-
-
-def _row_of(planned: Planned, shape: tuple[int, ...], costs: Costs) -> LayerPlan:
-    uses = [Use(op, lhs, rhs, math.prod(shape) // planned.size) for op, lhs, rhs in planned.uses]
-    return layer_plan(
-        planned.path, planned.kind, shape, planned.sparsity, uses, backend=planned.backend,
-        cost=costs.layers[planned.number], reads_data=planned.number in costs.reading_data,
-        refused=next(iter(planned.refused), None),
-    )  # fmt: skip
+    return _traced(model, Recipe(()), inputs, options)[-1]

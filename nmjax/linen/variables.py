@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,6 @@ from flax import struct
 from flax.core import Scope, meta
 
 from nmjax.core import groups, random
-from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import sites
 from nmjax.programs.parameters import Parameter, Step
@@ -29,33 +29,23 @@ class WeightOrigin(NamedTuple):
     """The weight that a variable was made for. In a stack it is the weight of one layer.
 
     Attributes:
-      path: The path of its layer in the model.
-      sparsity: What the layer prunes, without what ``else dense`` leaves empty.
-      seed: The seed of its noise.
-      operand: The roles of the axes of the weight, as its product takes it.
-      shape: The shape of the weight.
-      steps: The changes of dtype and layout from the weight to the operand of its product.
-      weight: The name of the weight in the layer.
-      elsewhere: The names of other operations that use the weight.
-      ranks: The ranks of words, time and state before padding.
+      site: The weight, and what the layer prunes, without what ``else dense`` leaves empty.
       asked: The sparsity in the recipe.
+      seed: The seed of its noise.
+      shape: The shape of the weight; () if only a call that makes variables would know it.
+      ranks: The ranks of words, time and state before padding.
     """
 
-    path: str
-    sparsity: Sparsity
+    site: Origin
+    asked: Sparsity
     seed: int
-    operand: Operand
-    shape: tuple[int, ...]
-    steps: tuple[Step, ...]
-    weight: str = "kernel"
-    elsewhere: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
-    asked: Sparsity = Sparsity()
 
     @property
-    def name(self) -> str:
-        """The name of the variable's scope in the layer's scope."""
-        return "Product_0" if self.weight == "kernel" else f"Product_{self.weight}"
+    def path(self) -> str:
+        """The path of its layer in the model."""
+        return self.site.parameter.path
 
 
 class SiteVariable(struct.PyTreeNode):
@@ -97,11 +87,9 @@ class SiteVariable(struct.PyTreeNode):
         if stacked:
             raise ValueError(f"one layer got the variables of a whole stack, of shape {stacked[0]}. {PASS_NM}")
         arrays = jax.tree.unflatten(tree, [first(v, self.axes, rank) for v, rank in ranked])
-        steps = (Step("slice"),) * len(self.stack) + self.origin.steps
-        origin = Origin(
-            Parameter(self.origin.path, steps), self.origin.operand, self.sparsity, elsewhere=self.origin.elsewhere
-        )  # fmt: skip
-        return Site(origin, *arrays)
+        steps = (Step("slice"),) * len(self.stack) + self.origin.site.parameter.steps
+        parameter = Parameter(self.origin.path, steps)
+        return Site(self.origin.site._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
 
     @property
     def of_one_layer(self) -> Site:
@@ -164,54 +152,50 @@ def named(path: str) -> Iterator[None]:
         raise kind(f"{path or 'the layer'}: {error}") from error
 
 
-def site_of(scope: Scope, origin: WeightOrigin, weight: Any, recipe: Recipe, fitted: Sparsity) -> SiteVariable:
+def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> SiteVariable:
     """Return the variable of a layer. Make it if the model is initializing.
 
     Args:
-      scope: The scope of the variable, which lies in the scope of the layer.
+      scope: The scope of the layer.
+      name: The name of the weight in the layer, and of the variable.
       origin: What the variable is, or would be, made for.
-      weight: The weight, or the operand of its product if the origin has no steps but a dtype.
+      weight: The weight.
       recipe: The recipe of the model. A known variable is compared with the rule for the path that it was made for.
-      fitted: The sparsity of the origin, without what ``else dense`` leaves empty.
 
     Raises:
       ValueError: It is missing and cannot be made, or was made for another recipe or seed; or the layer does not
         multiply by the weight that is stored.
     """
-    if fitted != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
+    if origin.site.sparsity != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
         raise ValueError(
             "nn.map_variables, or a norm of weights, is around it, so it multiplies by another weight than the one "
             f'that is stored, which set_step and harden read. Leave the layer dense: (r"{origin.path}", "dense").'
         )
-    known = scope.has_variable("nm", "site")
-    if known or scope.get_flag("initializing", False):
-        if not known and not scope.is_mutable_collection("nm"):
+    if not scope.has_variable("nm", name):
+        if not scope.get_flag("initializing", False):
+            if sites.needs_arrays(origin.site.sparsity):
+                raise ValueError(f"{origin.site.sparsity} reads the collection 'nm', which is missing. {PASS_NM}")
+            return SiteVariable(origin, origin.site.sparsity)
+        if not scope.is_mutable_collection("nm"):
             raise ValueError(f"init cannot make its variable in the collection 'nm'. {PASS_NM}")
-        site = scope.variable("nm", "site", lambda: _new(scope, origin, weight, fitted)).value
-        before, now = (site.origin.asked, site.origin.seed), (recipe(site.origin.path), origin.seed)
-        if before != now:
-            raise ValueError(
-                f"its variable in 'nm' was made for {before[0]} with seed {before[1]}, and the model has {now[0]} "
-                f"with seed {now[1]}. Make it again: "
-                "reset_state({'params': params, 'nm': model.init(key, x)['nm']})."
-            )
-        return site
-    if sites.needs_arrays(fitted):
-        raise ValueError(f"{fitted} reads the collection 'nm', which is missing. {PASS_NM}")
-    return SiteVariable(origin._replace(sparsity=fitted, asked=origin.sparsity), fitted)
+        scope.put_variable("nm", name, _new(scope.push(f"nm {name}", reuse=True), origin, weight))
+    site = meta.unbox(scope.get_variable("nm", name))
+    before, now = (site.origin.asked, site.origin.seed), (recipe(site.origin.path), origin.seed)
+    if before != now:
+        raise ValueError(
+            f"its variable in 'nm' was made for {before[0]} with seed {before[1]}, and the model has {now[0]} with "
+            f"seed {now[1]}. Make it again: reset_state({{'params': params, 'nm': model.init(key, x)['nm']}})."
+        )
+    return site
 
 
-def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array, sparsity: Sparsity) -> SiteVariable:
-    """Return a new variable of one layer."""
-    origin = origin._replace(sparsity=sparsity, asked=origin.sparsity)
-    variable = SiteVariable(origin, sparsity)
-    words = sites.site_words(origin.seed, origin.path) if sites.needs_key(sparsity) else None
-    time = jnp.zeros(2, jnp.int32) if sites.needs_arrays(sparsity) else None
-    state = None
-    if sites.has_state(sparsity):
+def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> SiteVariable:
+    """Return a new variable of one layer. What it draws is drawn in a scope of its own."""
+    site = Site.new(origin.site, weight, origin.seed)
+    if sites.has_state(origin.site.sparsity):
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
         # all of them would get the same state.
-        key = None if words is None else random.words(scope.make_rng("params"))
-        state = Site(variable.site.origin, key).renewed(weight).state
-    ranks = tuple(v.ndim for v in jax.tree.leaves((words, time, state)))
-    return Box(origin._replace(ranks=ranks), sparsity).holding(Site(variable.site.origin, words, time, state))
+        key = None if site.words is None else random.words(scope.make_rng("params"))
+        site = replace(site, state=Site(origin.site, key).renewed(weight).state)
+    ranks = tuple(v.ndim for v in jax.tree.leaves(site.arrays))
+    return Box(origin._replace(ranks=ranks), origin.site.sparsity).holding(site)

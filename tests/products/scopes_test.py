@@ -105,11 +105,11 @@ def test_a_stack_of_layers_is_named_once():
 
 
 def test_flax_linen_names_layers_itself():
-    layer = nn.Sequential([nn.Dense(8, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((r".*", ALL),))))])
-    x = jnp.ones((4, 8))
-    variables = layer.init(jax.random.key(0), x)
+    layer, x = nn.Sequential([nn.Dense(8)]), jnp.ones((4, 8))
     loss = lambda params, x: layer.apply({**variables, "params": params}, x).sum()
-    names = names_in(jax.jit(jax.grad(loss, (0, 1))).lower(variables["params"], x))
+    with nm.linen.sparsify(nm.Recipe(((r".*", ALL),))):
+        variables = layer.init(jax.random.key(0), x)
+        names = names_in(jax.jit(jax.grad(loss, (0, 1))).lower(variables["params"], x))
     assert all(named(names, "layers_0", slot) for slot in SLOTS)
 
 

@@ -237,14 +237,16 @@ def by_nnx(program, method, params, x):
 
 
 def by_linen(program, method, params, x):
-    layer = linen.Dense(WIDTH, use_bias=False, dot_general_cls=nm.linen.dot_cls(nm.Recipe({".*": method})))
-    made = layer.init(jax.random.key(0), x)
+    layer, recipe = linen.Dense(WIDTH, use_bias=False), nm.Recipe({".*": method})
+    with nm.linen.sparsify(recipe):
+        made = layer.init(jax.random.key(0), x)
     variables = {name: {"params": {"kernel": params[name]}} for name in used(program)}
     rest = {name: v for name, v in nm.linen.set_step(made, STEP).items() if name != "params"}
     loss = lambda variables, x: (
         program(lambda x, name, form: layer.apply(variables[name] | rest, x), x) ** 2
     ).sum()  # fmt: skip
-    value, (grads, dx) = both(loss, variables, x)
+    with nm.linen.sparsify(recipe):
+        value, (grads, dx) = both(loss, variables, x)
     return value, ({name: grads[name]["params"]["kernel"] for name in used(program)}, dx)
 
 
