@@ -61,10 +61,6 @@ class Ampere(Family):
 
     def candidates(self, shape: Shape, target: Target) -> list[AmpereConfig]:
         """Return large tiles first."""
-        return self.checked(target.interpret)
-
-    def checked(self, interpret: bool) -> list[AmpereConfig]:
-        """Return all sizes of tiles."""
         return [AmpereConfig(m, n) for m, n in ((128, 128), (64, 128), (128, 64), (64, 64))]
 
 

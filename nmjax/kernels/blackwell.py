@@ -72,9 +72,5 @@ class Blackwell(Family):
         """Return wide tiles first."""
         return [BlackwellConfig(tile_n=n, stages=s) for n, s in ((256, 2), (192, 2), (128, 3), (64, 4), (64, 3))]
 
-    def checked(self, interpret: bool) -> list[BlackwellConfig]:
-        """Return the widths of tiles."""
-        return [BlackwellConfig(), BlackwellConfig(128), BlackwellConfig(64)]
-
 
 BLACKWELL = Blackwell()

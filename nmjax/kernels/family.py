@@ -99,10 +99,6 @@ class Family(ABC):
     def candidates(self, shape: Shape, target: Target) -> Sequence[Config]:
         """Return configs to try for a product, the likeliest first. Some may not fit."""
 
-    @abstractmethod
-    def checked(self, interpret: bool) -> list[Config]:
-        """Return the configs that ``python -m experiments.bench kernels`` checks on a device, or in the interpreter."""
-
     def speed(self, shape: Shape, config: Config, target: Target) -> float | None:
         """Return the estimated speed of a product as a multiple of a dense one's; None if there is no estimate."""
         return None

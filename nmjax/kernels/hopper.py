@@ -113,14 +113,6 @@ class Hopper(Family):
         fitting = [config for config in configs if self.config_refusal(shape, config) is None]
         return sorted(fitting, key=lambda config: _cycles(shape, config, target))
 
-    def checked(self, interpret: bool) -> list[HopperConfig]:
-        """Return tiles of several sizes, and clusters."""
-        if interpret:
-            clusters = ("", "m", "n") if versions.interprets_clusters() else ("",)
-            return [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
-        configs = [HopperConfig(), *(HopperConfig(cluster=c) for c in "mn"), HopperConfig(128, 128, band=1)]
-        return [*configs, HopperConfig(tile_n=64), HopperConfig(tile_n=128), HopperConfig(warpgroups=1)]
-
     def speed(self, shape: Shape, config: HopperConfig, target: Target) -> float:
         """Compare the cycles of the model."""
         return cycles.dense(shape, target) / _cycles(shape, config, target)
