@@ -82,18 +82,20 @@ def arguments(model: str) -> dict[str, str]:
     >>> arguments("vit")["model.depth"], arguments("vit")["model.size"]
     ('the number of blocks', 'one of tiny, Ti, S, B, L')
     """
-    source = ROOT / "nmjax" / "models" / f"{model}.py"
-    if not model.isidentifier() or not source.is_file():
+    folder = ROOT / "nmjax" / "models"
+    if not model.isidentifier() or not (folder / f"{model}.py").is_file():
         return {}
     found = {}
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    shared, own = (ast.walk(ast.parse((folder / f"{name}.py").read_text("utf-8"))) for name in ("transformer", model))
+    nodes = [node for node in shared if isinstance(node, ast.ClassDef) and node.name == "Transformer"]
+    for node in [*nodes, *own]:
         if (
             isinstance(node, ast.Assign)
             and ast.unparse(node.targets[0]) == "SIZES"
             and isinstance(node.value, ast.Dict)
         ):
             found["model.size"] = f"one of {', '.join(ast.literal_eval(key) for key in node.value.keys if key)}"
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":  # that of the model is the last one
+        if node in nodes or (isinstance(node, ast.FunctionDef) and node.name == "__init__"):  # the model's is the last
             listed = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
             for name, words in re.findall(r"^  (\w+): (.+(?:\n    .+)*)", listed, re.MULTILINE):
                 plain = " ".join(words.replace("``", "").split()).removesuffix(".")

@@ -64,8 +64,9 @@ class ByParts(Pruner):
     ste(mse(2,4))
     """
 
-    def describe(self) -> Facts:
-        return super().describe()._replace(phases=tuple(sorted({step for p in self.parts for step in p.facts.phases})))
+    @property
+    def phases(self) -> tuple[int, ...]:
+        return tuple(sorted({step for p in self.parts for step in p.phases}))
 
     def at(self, step: int) -> Pruner:
         pruners = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -65,7 +65,6 @@ class Facts(NamedTuple):
       pattern_across: The n:m pattern guaranteed along the other axis of a weight, or None.
       selects: A call only keeps or drops: ``p(x) == where(p.mask(x), x, 0)``.
       keeps_zeros: Zeros of the argument are zeros of the result. Then a `chain` keeps the patterns of the parts before.
-      phases: The steps, rising and above 0, at which a new phase begins: at which the result of `Pruner.at` changes.
 
     >>> import nmjax as nm
     >>> facts = nm.chain(nm.mse(2, 4), nm.mvue(1, 8)).facts
@@ -88,7 +87,6 @@ class Facts(NamedTuple):
     pattern_across: Pattern | None = None
     selects: bool = False
     keeps_zeros: bool = False
-    phases: tuple[int, ...] = ()
 
     @classmethod
     def of_parts(cls, parts: Iterable["Facts"]) -> "Facts":
@@ -128,7 +126,7 @@ class KernelForm(NamedTuple):
 
 
 # What else a class says of its __call__.
-_OF_A_CALL = ("reads_step", "describe", "kept", "at", "normal_form", "kernel_form")
+_OF_A_CALL = ("reads_step", "describe", "kept", "phases", "at", "normal_form", "kernel_form")
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,7 +175,7 @@ class Pruner(Value):
         owner = lambda name, kinds: next(kind for kind in kinds if name in vars(kind))
         overridden = owner("__call__", cls.__mro__[1:])
         owners = {name: owner(name, cls.__mro__) for name in _OF_A_CALL}
-        inherited = [name for name, one in owners.items() if one is not cls and issubclass(one, overridden)]
+        inherited = [name for name, one in owners.items() if one not in (cls, Pruner)]
         if overridden is not Pruner and inherited:
             raise TypeError(
                 f"{cls.__name__} overrides the __call__ of {overridden.__name__}, and would inherit what that says of "
@@ -254,6 +252,11 @@ class Pruner(Value):
         if self.parts or pattern is None:
             return min((p.kept(step, across) for p in self.parts), default=1.0)
         return pattern[0] / pattern[1]
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """The steps, rising and above 0, at which a new phase begins: at which the result of `at` changes."""
+        return ()
 
     def at(self, step: int) -> "Pruner":
         """Return an equivalent pruner for the phase that contains a step.

@@ -108,7 +108,7 @@ class Sparsity(Value):
         >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").phases
         (11, 30, 70)
         """
-        starts = sorted({step for slot in self.slots.values() for step in slot.pruner.facts.phases})
+        starts = sorted({step for slot in self.slots.values() for step in slot.pruner.phases})
         forms = [self.at(step) for step in (0, *starts)] if starts else []
         return tuple(s for s, before, now in zip(starts, forms, forms[1:], strict=False) if now != before)
 

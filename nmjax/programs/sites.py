@@ -422,7 +422,7 @@ def compared_at(p: Pruner, time: Any) -> int | None:
     Returns:
       None if there is no schedule, if all that is left of it are random numbers, or if the time is traced.
     """
-    if time is None or not p.facts.depends_on_step or (p.facts.needs_key and not p.facts.phases):
+    if time is None or not p.facts.depends_on_step or (p.facts.needs_key and not p.phases):
         return None
     first = time.reshape(-1)[0]  # inside `jit` this is traced, even if the time is not
     if isinstance(first, jax.core.Tracer):
@@ -435,20 +435,20 @@ def ended(p: Pruner, step: int) -> bool:
     """Return True if nothing of a pruner changes after a step, as far as its schedules say when they end."""
     values = [getattr(p, f.name) for f in fields(p)]
     lasts = [getattr(v, "moves", (0, None))[1] for v in values if callable(v) and not isinstance(v, Pruner)]
-    own = all(last is not None and last <= step for last in lasts) and all(start <= step for start in p.facts.phases)
+    own = all(last is not None and last <= step for last in lasts) and all(start <= step for start in p.phases)
     return own and all(ended(part, step) for part in p.parts)
 
 
 def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
     """Return the step if the pruner of x still changes after it; None if it does not, or if the time is traced."""
     p = sparsity.fwd_lhs
-    if time is None or not p.facts.phases:
+    if time is None or not p.phases:
         return None
     first = time.reshape(-1)[0]  # as above
     if isinstance(first, jax.core.Tracer):
         return None
     step = int(first)
-    return step if p.at(step) != p.at(max(step, *p.facts.phases)) else None
+    return step if p.at(step) != p.at(max(step, *p.phases)) else None
 
 
 def warn_unfinished(found: Iterable[Unfinished], stacklevel: int) -> None:

@@ -188,8 +188,11 @@ class decay(Pruner):
             )
 
     def describe(self) -> Facts:
-        steps = {step for step in (*self.p.facts.phases, *self._ends) if step is not None and step > 0}
-        return super().describe()._replace(keeps_zeros=self.p.facts.keeps_zeros, phases=tuple(sorted(steps)))
+        return super().describe()._replace(keeps_zeros=self.p.facts.keeps_zeros)
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        return tuple(sorted({step for step in (*self.p.phases, *self._ends) if step is not None and step > 0}))
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self.gradient == "ste":

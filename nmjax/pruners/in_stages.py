@@ -56,22 +56,23 @@ class stages(Pruner):
         return tuple(p for _, p in self.rows)
 
     def describe(self) -> Facts:
+        parts = [p.facts for p in self.parts]
+        return (
+            super()
+            .describe()
+            ._replace(selects=all(p.selects for p in parts), keeps_zeros=all(p.keeps_zeros for p in parts))
+        )
+
+    @property
+    def phases(self) -> tuple[int, ...]:
         starts = [start for start, _ in self.rows]
         inner = (
             step
             for (start, p), end in zip(self.rows, (*starts[1:], math.inf), strict=True)
-            for step in p.facts.phases
+            for step in p.phases
             if start < step < end
         )
-        return (
-            super()
-            .describe()
-            ._replace(
-                selects=all(p.facts.selects for p in self.parts),
-                keeps_zeros=all(p.facts.keeps_zeros for p in self.parts),
-                phases=tuple(sorted({*starts[1:], *inner})),
-            )
-        )
+        return tuple(sorted({*starts[1:], *inner}))
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self._one_m() is not None:
@@ -171,7 +172,7 @@ class stage(Pruner):
         whole = self.whole.facts
         return self.now.facts._replace(
             block=whole.block, tiles=whole.tiles, needs_key=whole.needs_key, has_state=whole.has_state,
-            depends_on_step=whole.depends_on_step, phases=(),
+            depends_on_step=whole.depends_on_step,
         )  # fmt: skip
 
     def normal_form(self) -> NormalForm:

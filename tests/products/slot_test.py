@@ -166,9 +166,9 @@ def test_a_class_that_computes_otherwise_says_what_it_promises():
 
     with pytest.raises(TypeError, match="loud overrides the __call__ of mse.*define reads_step, describe, kernel_form"):
         new(type(mse))
-    with pytest.raises(TypeError, match="of ste.*define reads_step, describe, at, normal_form"):
+    with pytest.raises(TypeError, match="of ste.*define reads_step, describe, phases, at, normal_form"):
         new(nm.ste)
-    says = {"reads_step": True, "describe": nm.Pruner.describe, "at": nm.Pruner.at}
+    says = {"reads_step": True, "describe": nm.Pruner.describe, "at": nm.Pruner.at, "phases": nm.Pruner.phases}
     says |= {"normal_form": nm.Pruner.normal_form, "kernel_form": nm.Pruner.kernel_form}
     loud = dataclass(frozen=True, repr=False)(new(nm.ste, **says))
     assert (loud(mse).facts.pattern, loud(mse).kernel_form.members) == (None, None)

@@ -57,7 +57,7 @@ W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), jnp.float32)
 @pytest.mark.parametrize("text", PHASES)
 def test_what_a_pruner_is_in_each_phase(text):
     p, wanted = nm.parse_pruner(text), PHASES[text]
-    assert p.facts.phases == tuple(wanted)[1:]
+    assert p.phases == tuple(wanted)[1:]
     for start, form in wanted.items():
         if form is not None:
             assert p.at(start) == nm.parse_pruner(form)
@@ -77,7 +77,7 @@ def test_values_gradients_and_state_are_the_same(text):
 
     run = jax.jit(step, static_argnums=0)
     for now in range(10):
-        start = max(s for s in (0, *whole.facts.phases) if s <= now)
+        start = max(s for s in (0, *whole.phases) if s <= now)
         own, same = run(whole.at(start), w, state, now), run(whole, w, state, now)
         jax.tree.map(np.testing.assert_array_equal, own, same)
         assert jax.tree.structure(own[0]) == jax.tree.structure(state)
@@ -174,7 +174,7 @@ def test_subclasses_of_schedules_have_no_known_steps():
             return super().__call__(step % 10)
 
     p = nm.decay(nm.mse(2, 4), sawtooth(1, 0, 5))
-    assert p.facts.phases == ()
+    assert p.phases == ()
     assert p.at(7) == p
 
 

@@ -61,7 +61,7 @@ def test_steps_that_float32_cannot_count(wrap, begin):
 def test_a_long_ramp_ends_at_its_end_alone(steps):
     """The step at which `decay` says that its weights are n:m (`phases`) is the first one with the factor 0."""
     for ramp in (nm.linear(1, 0, steps), nm.cosine(1, 0, steps)):
-        assert nm.decay(nm.mse(2, 4), ramp).facts.phases[-1] == steps
+        assert nm.decay(nm.mse(2, 4), ramp).phases[-1] == steps
         assert float(ramp(jnp.int32(steps))) == 0
         assert 0 < float(ramp(jnp.int32(steps - 1))) < 2e-5
         np.testing.assert_allclose(float(ramp(jnp.int32(steps // 2))), 0.5, rtol=1e-6)

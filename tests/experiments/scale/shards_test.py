@@ -166,8 +166,8 @@ class Outer(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "masks"),
     [
-        (Outer, ("a/dot_general", "b/a/dot_general", "b/pair/nm_site_inward", "b/pair/nm_site_outward")),
-        (functools.partial(nnx.Linear, 64, 128), ("dot_general",)),
+        (Outer, ("a/nm_site", "b/a/nm_site", "b/pair/nm_site_inward", "b/pair/nm_site_outward")),
+        (functools.partial(nnx.Linear, 64, 128), ("nm_site",)),
     ],
 )
 def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
@@ -180,7 +180,7 @@ def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
     specs = {jax.tree_util.keystr(path, simple=True, separator="/"): at.spec for path, at in
              jax.tree_util.tree_leaves_with_path(found)}  # fmt: skip
     for name in masks:
-        kernel = re.sub(r"dot_general$", "kernel", name).replace("nm_site_", "")
+        kernel = re.sub(r"nm_site$", "kernel", name).replace("nm_site_", "")
         for where in ("rest", "ema/1"):
             spec = specs[f"{where}/{name}/state/fwd_rhs"]
             assert spec == specs[f"ema/0/{kernel}"], name
