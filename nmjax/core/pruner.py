@@ -179,7 +179,8 @@ class Pruner(Value):
         if overridden is not Pruner and inherited:
             raise TypeError(
                 f"{cls.__name__} overrides the __call__ of {overridden.__name__}, and would inherit what that says of "
-                f"its own call: define {', '.join(inherited)} too, or derive it from another base, such as Grouped."
+                f"its own call: define {', '.join(inherited)} too, as in at = nm.Pruner.at, which promises nothing. Or "
+                "derive it from nm.Pruner or nm.Grouped, and call the other pruner."
             )
 
     def __call__(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:

@@ -423,7 +423,8 @@ def _uses(graph: Any, flat: Shapes, door: Door, weight: str, tokens: int) -> Use
         shown = " and ".join(str(v.shape) for v in given)
         raise MisfitError(
             f"{door.method} cannot take an input of shape {shown}, as the door gives it, with {weight} of shape "
-            f"{kernel.shape}: {str(error).splitlines()[0]}"
+            f"{kernel.shape}: {str(error).splitlines()[0]} Pass examples of the model's inputs: sparsify(model, "
+            "recipe, x)."
         ) from error
     return used
 

@@ -446,7 +446,7 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
         )"""
     ).strip()
     assert repr(model.up.nm_site) == str(model.up.nm_site) == site
-    assert f"dot_general={textwrap.indent(site, '    ').strip()}," in repr(model)
+    assert f"nm_site={textwrap.indent(site, '    ').strip()}" in repr(model)
     assert repr(nnx.merge(*nnx.split(model)).up.nm_site) == site
     abstract = nnx.eval_shape(lambda: nnx.clone(model))
     assert repr(abstract.up.nm_site) == site

@@ -766,6 +766,19 @@ def test_a_layer_of_flax_with_a_call_of_its_own(inputs):
         np.testing.assert_array_equal(layer(X), X @ nm.prune(nm.mse(2, 4), layer.kernel[...], axis=0))
 
 
+def test_a_layer_of_flax_whose_call_takes_more():
+    class Shifted(nnx.Linear):
+        def __call__(self, x, shift):
+            return super().__call__(x) + shift
+
+    with pytest.raises(ValueError, match=r"missing 1 required positional argument: 'shift' Pass examples of the model"):
+        nm.nnx.sparsify(Shifted(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
+    layer = nm.nnx.sparsify(Shifted(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"), X, jnp.ones((1, 8)))
+    pruned = nm.prune(nm.mse(2, 4), layer.kernel[...], axis=0)
+    np.testing.assert_array_equal(layer(X, jnp.ones((1, 8))), X @ pruned + layer.bias[...][None] + 1)
+    assert nm.groups.is_nm(nm.nnx.harden(layer).kernel[...], 2, 4, axis=0)
+
+
 # ---- calls that change the weight, and stacks of declared layers ----
 
 

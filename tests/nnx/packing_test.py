@@ -104,22 +104,6 @@ def test_forms_are_what_is_multiplied(text, count):
 
 
 @pytest.mark.kernels
-def test_a_weight_that_its_layer_changes_is_not_packed_before():
-    class Standardised(nnx.Linear):
-        def __call__(self, x, shift):  # `sparsify` does not know what to call it with, so it does not refuse it
-            kernel = self.kernel[...] - shift * jnp.mean(self.kernel[...], 0, keepdims=True)
-            return self.dot_general(x, kernel.astype(x.dtype), PLAIN)
-
-    make = lambda kind: kind(128, 128, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0))
-    recipe = nm.Recipe(((".*", "ste(2,4)"),), backend="interpret")
-    assert nm.nnx.pack(nm.nnx.sparsify(make(nnx.Linear), recipe), random((64, 128)))
-    x, shift = random((64, 128)), jnp.ones(())
-    with pytest.warns(UserWarning, match="their classes have a __call__ of their own"):
-        changed = nm.nnx.sparsify(make(Standardised), recipe)  # given inputs, it refuses it
-    assert not nm.nnx.pack(changed, x, shift)
-
-
-@pytest.mark.kernels
 def test_a_stacks_forms_are_sliced_as_its_kernels():
     model = sparse("ste(2,4)", "interpret", stacked=True)
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
