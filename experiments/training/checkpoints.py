@@ -281,8 +281,9 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                stored = reader.metadata(self._path(step) / "state").item_metadata.tree
+            handler = ocp.PyTreeCheckpointHandler()
+            with ocp.Checkpointer(handler) as reader:
+                stored = handler.metadata(self._path(step) / "state").tree
                 _compare({name: stored.get(name) for name in fields}, fields)
                 places = ocp.checkpoint_utils.construct_restore_args(fields)
                 args = ocp.args.PyTreeRestore(item=fields, restore_args=places, partial_restore=True)
