@@ -108,7 +108,7 @@ def test_data_sets_of_images_are_checked(outside):
         (good._replace(train=(x[..., 0], y)), r"train has images of uint8 \(320, 8, 8\), not uint8 \(n, height"),
         (good._replace(train=(x, y[:-1])), r"train has labels of int64 \(319,\), not one whole number for each of 320"),
         (good._replace(train=(x, y + 1)), "train has labels from 1 to 2, and 2 classes are named"),
-        (good._replace(test=(test[0][:, 1:], test[1])), r"images to train are \(8, 8, 1\), those to test \(7, 8, 1\)"),
+        (good._replace(test=(test[0][:, 1:], test[1])), r"test has images of \(7, 8, 1\), not of \(8, 8, 1\)"),
     ]:
         with pytest.raises(Mistake, match=said):
             images._checked("spirals:load", wrong)
