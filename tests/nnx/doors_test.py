@@ -766,6 +766,17 @@ def test_a_layer_of_flax_with_a_call_of_its_own(inputs):
         np.testing.assert_array_equal(layer(X), X @ nm.prune(nm.mse(2, 4), layer.kernel[...], axis=0))
 
 
+def test_an_array_that_a_call_leaves_in_an_attribute():
+    class Largest(nnx.Linear):
+        def __call__(self, x):
+            y = super().__call__(x)
+            self.largest = jnp.max(y)
+            return y
+
+    layer = nm.nnx.sparsify(Largest(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
+    assert layer(X).max() == layer.largest
+
+
 def test_a_layer_of_flax_whose_call_takes_more():
     class Shifted(nnx.Linear):
         def __call__(self, x, shift):
