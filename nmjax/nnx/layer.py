@@ -158,11 +158,14 @@ class Layer:
         if product is not None:
             setattr(self.module, self.door.attribute(self.weight_name), nnx.data(product))
             methods = tuple(dict.fromkeys(one.method for one in doors_of(self.module)))
-            self.module.__class__ = sparse_class(dense_class(type(self.module)), methods)
+            self._become(sparse_class(dense_class(type(self.module)), methods))
         elif self.inside is not None:
             delattr(self.module, self.door.attribute(self.weight_name))
             if not any(name.startswith(SITE) for name in vars(self.module)):
-                self.module.__class__ = dense_class(type(self.module))
+                self._become(dense_class(type(self.module)))
+
+    def _become(self, kind: type) -> None:
+        object.__setattr__(self.module, "__class__", kind)  # Flax would list the class among the attributes
 
     @property
     def site(self) -> Site | None:
