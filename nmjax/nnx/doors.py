@@ -257,7 +257,7 @@ def _picklable(meta: type) -> type:
 
 
 def without_sites(module: Any) -> Any:
-    """Return a shallow copy of a layer, as it was before it was sparse, and without the mask that `weight_of` applies."""
+    """Return a shallow copy of a layer, as before it was sparse, and without the mask that `weight_of` applies."""
     plain = object.__new__(dense_class(type(module)))
     vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
     nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
