@@ -10,7 +10,7 @@ model/ of the run holds the hardened model in the layout of the checkpoint, for 
 
 To train with a dense teacher, add --config.teacher.weights=DIR, such as the folder model/ of a run of
 configs/finetune_dense.py. To keep the mask of a checkpoint that nmjax prune wrote, add
---config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))', with the n:m of the checkpoint. To train a language model, write
+--config.sparsity.blocks='y_w=ste(hold(mse(2,4)))', with the n:m of the checkpoint. To train a language model, write
 --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
 """
 

@@ -5,7 +5,7 @@
 In experiments/REPRODUCTION.md, a GPT learns the bytes of books with this method. By the test loss, it is undecided
 whether it is as good as dense training, and whether it is better than a narrower dense network that has slightly more
 FLOPs. By the validation loss it is worse than both. docs/evidence/method.md (Changes) says how the method was chosen.
-To prune gradients in dx too: --config.sparsity.blocks='s_ste(2,4); dlhs_g=mvue(2,4)'. No study tests this.
+To prune gradients in dx too: --config.sparsity.blocks='s_ste(2,4); dx_g=mvue(2,4)'. No study tests this.
 
 Bytes of the help topics of Python, two CPU cores: five minutes; 1.499 nats a byte on the test text (one seed).
 Its dense twin, configs/gpt_dense.py, has 1.468 with the same seed, and 1.453 ± 0.009 over three seeds (± is the

@@ -7,7 +7,7 @@ To prune weights too, give the blocks a rule after that of the scores:
 --config.rules='((".*/scores","scores"),("blocks/.*","blocks"),(".*","dense"))' --config.sparsity.blocks='s_ste(2,4)'.
 
 The number of tokens must divide into groups. Digits have 16 tokens, and CIFAR-10 has 64. Images of 28x28 have 49: write
---config.sparsity.scores='fwd_lhs=mse(4,7)'. The dense twin is configs/vit_dense.py.
+--config.sparsity.scores='y_x=mse(4,7)'. The dense twin is configs/vit_dense.py.
 """
 
 from configs import common
@@ -19,5 +19,5 @@ def get_config(variant=""):
         c.model.scores = True
     c.twin = "configs/vit_dense.py"
     c.rules = ((r".*/scores", "scores"), (r".*", "dense"))
-    c.sparsity = dict(scores="fwd_lhs=mse(2,4)")
+    c.sparsity = dict(scores="y_x=mse(2,4)")
     return c

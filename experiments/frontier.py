@@ -1,6 +1,6 @@
 """A method of your own, compared with those of a study: trained with the same seeds, judged in the same way, and drawn.
 
-    python -m experiments.frontier --method "mdgf(2,4,linear(1,0,50%)); drhs_g=mvue(2,4)"
+    python -m experiments.frontier --method "mdgf(2,4,linear(1,0,50%)); dw_g=mvue(2,4)"
 
 The runs of the study itself are not repeated: they are in experiments/results. The method may name functions of your
 own, as "mylab.methods:gentle(2,4)", whose modules are in the current folder or installed. The study's data are read

@@ -78,8 +78,8 @@ def check_seed(config: ConfigDict) -> None:
 def folder(name: str) -> str:
     """Return a name of a directory that needs no quotes in a shell: letters, digits and ``._=+-``.
 
-    >>> folder("blocks=mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4),seed=0")
-    'blocks=mdgf-2-4-linear-1-0-30pct-drhs_g=mvue-2-4-seed=0'
+    >>> folder("blocks=mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4),seed=0")
+    'blocks=mdgf-2-4-linear-1-0-30pct-dw_g=mvue-2-4-seed=0'
     """
     plain = re.sub(r"[^\w.=+-]+", "-", name.replace("%", "pct"), flags=re.ASCII).strip("-.") or "run"
     return plain if len(plain) <= 120 else f"{plain[:110]}-{_digest(name)}"

@@ -7,7 +7,7 @@ of a layer's three products. A *recipe* gives each layer of a model its sparsity
 >>> nm.prune(nm.mse(2, 4), jnp.array([1., -2., 3., -4.]))
 Array([ 0.,  0.,  3., -4.], dtype=float32)
 >>> nm.parse("s_ste(2,4)")
-fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
+y_w=ste(soft(2,4)); dw_g=mvue(2,4)
 >>> recipe = nm.Recipe(((r".*/mlp/.*", "s_ste(2,4)"), (r".*", "dense")))  # for nm.nnx.sparsify(model, recipe)
 """
 

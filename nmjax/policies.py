@@ -11,7 +11,7 @@ _PRODUCTS = ("ragged_dot_general", "conv_general_dilated")
 
 
 def keep_sparse(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
-    """Keep the results of products without batch axes, and what ``drhs_lhs`` keeps of the inputs of products.
+    """Keep the results of products without batch axes, and what ``dw_x`` keeps of the inputs of products.
 
     Products of layers with weights have no batch axes; convolutions and grouped products are kept too. The rest is
     computed again: norms, activation functions, and the products of attention, whose batch axes are texts and heads;

@@ -113,8 +113,8 @@ def _texts(block: str) -> tuple[str, ...]:
     return tuple(text.strip() for text in block.split("|"))
 
 
-MIX = "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); "
-MIX += "drhs_g=mvue(2,4); drhs_lhs=mse(2,4)"
+MIX = "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); "
+MIX += "dw_g=mvue(2,4); dw_x=mse(2,4)"
 METHODS = _texts("""
     dense() | ste(2,4) | sr_ste(2,4,lam=0.1) | s_ste(2,4) | s_ste(2,4,gradient='mvue_approx') |
     s_ste(2,4,gradient='dense') | s_ste(2,4,fp8=True) | s_ste(fp8=True,gradient='mvue_approx') | sdgp(2,4) |
@@ -122,18 +122,18 @@ METHODS = _texts("""
     mvue(4,8) | mdgf(1,4,linear(1,0,20,begin=2)) | mdgf(1,4,linear(1,0,20),'autodiff') |
     mdgf(2,4,exponential(0.1,2,40)) | sdgf(1,8,'stepwise',steps=20,dense=2) | sdgf(1,4,'geometric',steps=20,k=4) |
     fst(every=2) | fst(every=2,dense_from=20) | fst(1,4,lam=0,every=40) | bi_mask(every=2,draws=4) | bdwp(2,4) |
-    activation(2,4,'down') | activation(2,4,'up') | top_gradient(2,4) | s_ste(2,4); dlhs_g=rescale(mse(2,4),'group') |
-    fwd_rhs=ste(chain(mse(2,4),fp8('e4m3'))); drhs_g=chain(mvue(2,4),fp8('e5m2','random')) |
-    fwd_rhs=mse(2,4); dlhs_g=mvue(2,4); drhs_lhs=raw(mse(2,4)) |
-    fwd_rhs=ste(chain(hold(mse(2,4),every=2),fp8('e4m3'))); dlhs_rhs=raw(hold(mse(1,4))) |
-    fwd_rhs=decay(hold(mse(2,4),every=2),linear(1,0,20),'autodiff'); dlhs_rhs=fp8('e5m2') |
-    fwd_rhs=ste(transposable(2,4)); drhs_g=uniform(2,4) |
-    fwd_rhs=ste(soft(2,4,scale='now')); drhs_g=stages(((0,mvue(2,4)),(20,identity)))
+    activation(2,4,'down') | activation(2,4,'up') | top_gradient(2,4) | s_ste(2,4); dx_g=rescale(mse(2,4),'group') |
+    y_w=ste(chain(mse(2,4),fp8('e4m3'))); dw_g=chain(mvue(2,4),fp8('e5m2','random')) |
+    y_w=mse(2,4); dx_g=mvue(2,4); dw_x=raw(mse(2,4)) |
+    y_w=ste(chain(hold(mse(2,4),every=2),fp8('e4m3'))); dx_w=raw(hold(mse(1,4))) |
+    y_w=decay(hold(mse(2,4),every=2),linear(1,0,20),'autodiff'); dx_w=fp8('e5m2') |
+    y_w=ste(transposable(2,4)); dw_g=uniform(2,4) |
+    y_w=ste(soft(2,4,scale='now')); dw_g=stages(((0,mvue(2,4)),(20,identity)))
 """)
 METHODS += (MIX,)
 REFUSALS = _texts("""
-    fwd_rhs=mvue(2,4) | drhs_g=ste(mse(2,4)) | drhs_g=hold(mse(2,4)) | drhs_g=mvue_approx(1,4) | fwd_rhs=raw(mse(2,4)) |
-    nothing(2,4) | ste(5,4) | ste(2,4 | mse(2,4) | fwd=mse(2,4) | s_ste(gradient='no') | fwd_lhs=fp8('e4m3','random') |
+    y_w=mvue(2,4) | dw_g=ste(mse(2,4)) | dw_g=hold(mse(2,4)) | dw_g=mvue_approx(1,4) | y_w=raw(mse(2,4)) |
+    nothing(2,4) | ste(5,4) | ste(2,4 | mse(2,4) | y=mse(2,4) | s_ste(gradient='no') | y_x=fp8('e4m3','random') |
     mdgf(1,4,3) | sdgf(1,4,k=3,kind='geometric')
 """)
 PRUNERS = _texts("""
@@ -209,9 +209,9 @@ def _state(p, x, axis, step):
     axis = axis % x.ndim
     others = tuple(a for a in range(x.ndim) if a != axis)
     try:
-        s, contract, out = nm.Sparsity(fwd_rhs=p), axis, others
+        s, contract, out = nm.Sparsity(y_w=p), axis, others
     except ValueError:
-        s, contract, out = nm.Sparsity(dlhs_rhs=p if "raw(" in str(p) else nm.raw(p)), others, axis
+        s, contract, out = nm.Sparsity(dx_w=p if "raw(" in str(p) else nm.raw(p)), others, axis
     made = s.init(x, contract=contract, out=out, ctx=nm.Ctx(5))
     made = s.refresh(x[::-1], contract=contract, out=out, ctx=nm.Ctx(5, step, made))
     return next(iter(made.values()), None)
@@ -353,8 +353,8 @@ RECIPES = {
     "everything": ((r".*", MIX),),
     "several": (
         (r"conv", "sr_ste(1,4)"),
-        (r"attention/(query|key)", "mdgf(2,4,linear(1,0,20)); drhs_g=mvue(2,4)"),
-        (r"attention/.*", "sdgf(1,4,steps=20); dlhs_g=rescale(mse(2,4),'group')"),
+        (r"attention/(query|key)", "mdgf(2,4,linear(1,0,20)); dw_g=mvue(2,4)"),
+        (r"attention/.*", "sdgf(1,4,steps=20); dx_g=rescale(mse(2,4),'group')"),
         (r"stack", "bi_mask(every=2,draws=4)"),
         (r".*", "s_ste(fp8=True)"),
     ),
@@ -502,7 +502,7 @@ def optim(found: Found) -> None:
     found.put("optim/violations", [m.violations(w["a"], m.Pattern(2, 4, (0, 1))), m.gradient_variance(w)])
     found.put("optim/error", tuple(m.error(normal(5, 4, 8), w["b"])))
     for text in ("mvue(2,4)", "mse(2,4)", "uniform(2,4)"):
-        p, s = nm.parse_pruner(text), nm.parse(f"drhs_g={text}")
+        p, s = nm.parse_pruner(text), nm.parse(f"dw_g={text}")
         errors = jax.jit(lambda p=p, s=s: (m.pruned_error(p, x, step=3), m.gradient_error(s, x, v, g, key=3)))
         found.put(f"optim/error of {text}", jax.tree.leaves(errors()))
     for text in METHODS:

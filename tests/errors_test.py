@@ -67,20 +67,20 @@ def test_values_that_make_no_sense(make, message):
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ({"dlhs_g": nm.ste(nm.mse(2, 4))}, r"dlhs_g=ste\(mse\(2,4\)\): a gradient rule has no meaning in a backward slot.*Write dlhs_g=mse\(2,4\)"),
-        ({"drhs_lhs": nm.sr_ste(nm.mse(2, 4))}, "no meaning in a backward slot"),
-        ({"dlhs_rhs": nm.stages(((0, nm.ste(nm.mse(2, 4))),))}, "no meaning in a backward slot"),
-        ({"fwd_rhs": nm.raw(nm.mse(2, 4))}, r"raw is only for dlhs_rhs and drhs_lhs. Here write fwd_rhs=mse\(2,4\)"),
-        ({"drhs_g": nm.raw(nm.mse(2, 4))}, "raw is only for dlhs_rhs and drhs_lhs"),
-        ({"fwd_rhs": nm.mvue(2, 4)}, r"random choice no useful gradient. Write fwd_rhs=ste\(mvue\(2,4\)\)"),
-        ({"fwd_lhs": nm.stages(((0, nm.identity), (5, nm.mvue(2, 4))))}, "random choice"),
-        ({"fwd_lhs": nm.ste(nm.hold(nm.mse(2, 4)))}, "only the slots of the weight can"),
-        ({"drhs_g": nm.hold(nm.mse(2, 4))}, "only the slots of the weight can"),
-        ({"drhs_g": "mvue(2,4)"}, r"drhs_g takes a pruner, such as mse\(2,4\), got str: parse it first, .*nm.parse_pruner"),
-        ({"fwd_rhs": nm.mse}, r"got mse itself: call it first, as in mse\(2,4\)"),
-        ({"fwd_rhs": nm.methods.ste}, r"got ste itself: call it first, as in ste\(2,4\)"),
-        ({"fwd_rhs": nm.methods.ste(2, 4)}, r"got fwd_rhs=ste\(mse\(2,4\)\): pass the pruner of one of its slots, such as sparsity.fwd_rhs"),
-        ({"fwd_rhs": None}, r"fwd_rhs takes a pruner, such as mse\(2,4\), got None"),
+        ({"dx_g": nm.ste(nm.mse(2, 4))}, r"dx_g=ste\(mse\(2,4\)\): a gradient rule has no meaning in a backward slot.*Write dx_g=mse\(2,4\)"),
+        ({"dw_x": nm.sr_ste(nm.mse(2, 4))}, "no meaning in a backward slot"),
+        ({"dx_w": nm.stages(((0, nm.ste(nm.mse(2, 4))),))}, "no meaning in a backward slot"),
+        ({"y_w": nm.raw(nm.mse(2, 4))}, r"raw is only for dx_w and dw_x. Here write y_w=mse\(2,4\)"),
+        ({"dw_g": nm.raw(nm.mse(2, 4))}, "raw is only for dx_w and dw_x"),
+        ({"y_w": nm.mvue(2, 4)}, r"random choice no useful gradient. Write y_w=ste\(mvue\(2,4\)\)"),
+        ({"y_x": nm.stages(((0, nm.identity), (5, nm.mvue(2, 4))))}, "random choice"),
+        ({"y_x": nm.ste(nm.hold(nm.mse(2, 4)))}, "only the slots of the weight can"),
+        ({"dw_g": nm.hold(nm.mse(2, 4))}, "only the slots of the weight can"),
+        ({"dw_g": "mvue(2,4)"}, r"dw_g takes a pruner, such as mse\(2,4\), got str: parse it first, .*nm.parse_pruner"),
+        ({"y_w": nm.mse}, r"got mse itself: call it first, as in mse\(2,4\)"),
+        ({"y_w": nm.methods.ste}, r"got ste itself: call it first, as in ste\(2,4\)"),
+        ({"y_w": nm.methods.ste(2, 4)}, r"got y_w=ste\(mse\(2,4\)\): pass the pruner of one of its slots, such as sparsity.y_w"),
+        ({"y_w": None}, r"y_w takes a pruner, such as mse\(2,4\), got None"),
     ],
 )  # fmt: skip
 def test_slots_where_a_pruner_has_no_meaning(slots, message):
@@ -104,7 +104,7 @@ def test_slots_where_a_pruner_has_no_meaning(slots, message):
         (lambda: nm.prune(nm.mvue(2, 4), X, key=0.5), "key must be a jax.random.key, an int seed or two uint32 words, got 0.5"),
         (lambda: jax.jit(lambda s: nm.prune(nm.mvue(2, 4), X, key=s))(1), r"got int32\[\]. If the seed is .* traced, pass jax.random.key\(seed\)"),
         (lambda: nm.prune(nm.mvue(2, 4), X, key=jax.random.split(jax.random.key(0), 3)), r"must be one key, got an array of keys of shape \(3,\)"),
-        (lambda: nm.prune(nm.methods.ste(2, 4), X), r"prune takes a pruner .* got fwd_rhs=ste\(mse\(2,4\)\): pass the pruner of one of its slots"),
+        (lambda: nm.prune(nm.methods.ste(2, 4), X), r"prune takes a pruner .* got y_w=ste\(mse\(2,4\)\): pass the pruner of one of its slots"),
         (lambda: nm.prune(nm.mse, X), "prune takes a pruner .* got mse itself: call it first"),
         (lambda: nm.prune("mse(2,4)", X), r"prune takes a pruner such as mse\(2,4\), got str: parse it first"),
         (lambda: nm.prune(nm.hold(nm.mse(2, 4)), X), "keeps state between steps and was given none"),
@@ -132,21 +132,21 @@ def slot(**slots):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dot(nm.methods.ste(), jnp.ones((4, 6))), r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(6, 8\) along its contraction axis 0, whose 6 values"),
-        (lambda: gradient(nm.methods.mvue(), jnp.ones((6, 8)), key=0), r"drhs_g=mvue\(2,4\) prunes an array of shape \(6, 8\) along its contraction axis 0"),
-        (lambda: gradient(nm.methods.mvue()), r"drhs_g=mvue\(2,4\) .* draws random numbers"),
-        (lambda: gradient(nm.methods.sdgp(over="spatial")), "dlhs_g=rescale.* Write over='group'"),
-        (lambda: dot(nm.methods.fst()), r"fwd_rhs=sr_ste\(hold.*keeps state between steps and was given none"),
+        (lambda: dot(nm.methods.ste(), jnp.ones((4, 6))), r"y_w=ste\(mse\(2,4\)\) prunes an array of shape \(6, 8\) along its contraction axis 0, whose 6 values"),
+        (lambda: gradient(nm.methods.mvue(), jnp.ones((6, 8)), key=0), r"dw_g=mvue\(2,4\) prunes an array of shape \(6, 8\) along its contraction axis 0"),
+        (lambda: gradient(nm.methods.mvue()), r"dw_g=mvue\(2,4\) .* draws random numbers"),
+        (lambda: gradient(nm.methods.sdgp(over="spatial")), "dx_g=rescale.* Write over='group'"),
+        (lambda: dot(nm.methods.fst()), r"y_w=sr_ste\(hold.*keeps state between steps and was given none"),
         (lambda: dot(nm.methods.fst(), state=jnp.ones(3)), "ctx.state of a product is a dict from slot to state"),
-        (lambda: dot(nm.methods.s_ste(), state={"rhs": 1.5}), "ctx.state has rhs: only fwd_rhs and dlhs_rhs keep state"),
+        (lambda: dot(nm.methods.s_ste(), state={"rhs": 1.5}), "ctx.state has rhs: only y_w and dx_w keep state"),
         (lambda: dot("s_ste()"), r"a product takes sparsity=nm.parse\('s_ste\(2,4\)'\)"),
         (lambda: nm.methods.s_ste().refresh(X, contract=1, out=0), "keeps its scale between steps and was given none"),
-        (lambda: dot(slot(fwd_lhs=nm.fp8("e4m3")), jnp.ones((4, 8), jnp.int32), jnp.ones((8, 8), jnp.int32)), "only floating-point"),
+        (lambda: dot(slot(y_x=nm.fp8("e4m3")), jnp.ones((4, 8), jnp.int32), jnp.ones((8, 8), jnp.int32)), "only floating-point"),
         (
             lambda: jax.grad(
                 lambda x: nm.conv_general_dilated(
-                    x, jnp.ones((3, 3, 4, 8)), (1, 1), "SAME", feature_group_count=2, sparsity=slot(dlhs_rhs=nm.permute(nm.mse(2, 4))),
-                    dimension_numbers=("NHWC", "HWIO", "NHWC"), ctx=nm.Ctx(state={"dlhs_rhs": jnp.arange(8)}),
+                    x, jnp.ones((3, 3, 4, 8)), (1, 1), "SAME", feature_group_count=2, sparsity=slot(dx_w=nm.permute(nm.mse(2, 4))),
+                    dimension_numbers=("NHWC", "HWIO", "NHWC"), ctx=nm.Ctx(state={"dx_w": jnp.arange(8)}),
                 ).sum()
             )(jnp.ones((1, 4, 4, 8))),
             "its order would mix the 2 feature groups",
@@ -161,11 +161,11 @@ def slot(**slots):
             lambda: nm.conv_general_dilated(
                 jnp.ones((1, 8, 4, 4)), jnp.ones((8, 1, 3, 3)), (1, 1), "SAME", feature_group_count=8, sparsity=nm.methods.ste()
             ),
-            r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(8, 1, 3, 3\) along its contraction axis 1, where it has one value, and a group has 4",
+            r"y_w=ste\(mse\(2,4\)\) prunes an array of shape \(8, 1, 3, 3\) along its contraction axis 1, where it has one value, and a group has 4",
         ),
         (
             lambda: nm.conv_general_dilated(
-                jnp.ones((1, 8, 4, 4)), jnp.ones((8, 2, 3, 3)), (1, 1), "SAME", feature_group_count=4, sparsity=slot(fwd_lhs=nm.mse(2, 4))
+                jnp.ones((1, 8, 4, 4)), jnp.ones((8, 2, 3, 3)), (1, 1), "SAME", feature_group_count=4, sparsity=slot(y_x=nm.mse(2, 4))
             ),
             "in each of 4 feature groups",
         ),

@@ -62,14 +62,14 @@ def fused_and_separate(made, activation):
     "activation", [jax.nn.gelu, nm.exact_gelu, nm.squared_relu], ids=["tanh", "erf", "squared relu"]
 )
 def test_gradients_are_close_to_those_without_fusion(activation, bias):
-    made = layer("fwd_rhs=ste(mse(2,4)); drhs_g=mse(2,4)", bias=bias)
+    made = layer("y_w=ste(mse(2,4)); dw_g=mse(2,4)", bias=bias)
     for a, b in zip(*fused_and_separate(made, activation), strict=True):
         bound = 0.02 if a.ndim == 1 else 0.005  # Flax sums the gradient of a bias in bfloat16
         assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(2,4)", "mvue(2,4)", "drhs_g=identity; dlhs_g=mse(2,4)"])
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(2,4)", "mvue(2,4)", "dw_g=identity; dx_g=mse(2,4)"])
 def test_relu_gives_the_same_bits(text):
     """The derivative of ReLU is 0 or 1, so g has the same bits. With the same noise, dw also has the same bits.
 

@@ -120,7 +120,7 @@ def test_a_plan_needs_no_pallas():
 def test_methods_are_parsed_without_a_device():
     """Processes may not have found each other yet, and `jax.distributed.initialize` refuses to come after a device."""
     code = (
-        "import nmjax as nm; nm.parse('mdgf(2,4,linear(1,0,60)); drhs_g=stages(((0,identity),(9,mvue(2,4))))');"
+        "import nmjax as nm; nm.parse('mdgf(2,4,linear(1,0,60)); dw_g=stages(((0,identity),(9,mvue(2,4))))');"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, xla_bridge._backends"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

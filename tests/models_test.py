@@ -145,7 +145,7 @@ def test_lean_changes_no_gradient_of_chosen_rows(name):
     grads = {}
     for lean in (False, True):
         model = MAKE[name](lean=lean)
-        text = "drhs_lhs=rows(mvue(1,2)); drhs_g=mvue(1,2); fwd_rhs=ste(rows(mse(2,4)))"
+        text = "dw_x=rows(mvue(1,2)); dw_g=mvue(1,2); y_w=ste(rows(mse(2,4)))"
         nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", text), (r".*", "dense")), backend="compact"))
         nm.nnx.set_step(model, 3)
         _, grads[lean] = trained(model, INPUT[name])
@@ -178,7 +178,7 @@ def test_remat_keeps_little():
 
 def test_chosen_rows_are_kept_in_place_of_inputs():
     """Without remat the inputs of layers are not kept; with lean their chosen rows are."""
-    rows = "drhs_lhs=rows(mvue(1,4))"
+    rows = "dw_x=rows(mvue(1,4))"
     assert kept(rows) < kept()
     assert kept(lean=True) < kept(rows, lean=True) < kept(rows)
 

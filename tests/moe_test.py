@@ -148,4 +148,4 @@ def test_the_config_file_prunes_experts_and_attention():
     )
     assert recipe("blocks/0/moe/router") == recipe("tokens") == nm.Sparsity()
     for path in ("blocks/0/moe/up", "blocks/3/moe/down", "blocks/0/attention/query"):
-        assert recipe(path).drhs_g == nm.mvue(2, 4)
+        assert recipe(path).dw_g == nm.mvue(2, 4)

@@ -492,10 +492,10 @@ def test_flax_optimizer_tells_the_model(every):
 
 def test_a_model_that_switches():
     """The method of the docstring: dense until the variance has settled, then 2:4; one compilation."""
-    sparsity = nm.parse("fwd_rhs=ste(stages(((0,identity),(1,mse(2,4)))))")
+    sparsity = nm.parse("y_w=ste(stages(((0,identity),(1,mse(2,4)))))")
     tx = optim.step_adam(0.02, b2=0.9, after=10, before=30)
     x, best = normal(1, (64, 8)), normal(2, (8, 4))
-    used = lambda w, state: nm.prune(sparsity.fwd_rhs, w, axis=0, step=optim.since(state))
+    used = lambda w, state: nm.prune(sparsity.y_w, w, axis=0, step=optim.since(state))
 
     @jax.jit
     @chex.assert_max_traces(n=1)

@@ -121,7 +121,7 @@ CHECKPOINT = (checkpoints.CheckpointError, OSError)
 READERS = {
     "methods": Reader(
         "a.txt",
-        of_text("s_ste(2,4); dlhs_g=chain(mse(2,4),fp8('e4m3')); fwd_rhs=ste(hold(mse(2,4),every=9)) else dense"),
+        of_text("s_ste(2,4); dx_g=chain(mse(2,4),fp8('e4m3')); y_w=ste(hold(mse(2,4),every=9)) else dense"),
         lambda path: nm.parse(path.read_text(errors="replace"), foreign=False),
         (ValueError,),
     ),

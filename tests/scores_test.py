@@ -11,7 +11,7 @@ from experiments import config_files
 from nmjax.models import transformer
 
 SIZE = {"width": 16, "depth": 2, "heads": 2, "hidden": 16}
-RULES = nm.Recipe({r".*/scores": "fwd_lhs=mse(2,4); drhs_g=mse(2,4)", r".*": "dense"})
+RULES = nm.Recipe({r".*/scores": "y_x=mse(2,4); dw_g=mse(2,4)", r".*": "dense"})
 
 
 def gpt(**options):
@@ -30,7 +30,7 @@ def by_hand(model, monkeypatch):
     """Return the logits of a dense model, with the second product of attention written out."""
 
     def product(spec, scores, values):
-        sparsity = nm.parse("fwd_lhs=mse(2,4); drhs_g=mse(2,4)")
+        sparsity = nm.parse("y_x=mse(2,4); dw_g=mse(2,4)")
         return nm.einsum(spec, scores, values, sparsity=sparsity)
 
     plain = jnp.einsum
@@ -71,9 +71,7 @@ def test_without_a_rule_nothing_changes(options):
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_layers_of_a_stack_draw_apart(scan):
-    model = nm.nnx.sparsify(
-        gpt(scores=True, scan=scan), nm.Recipe({r".*/scores": "fwd_lhs=ste(mvue(1,4))", ".*": "dense"})
-    )
+    model = nm.nnx.sparsify(gpt(scores=True, scan=scan), nm.Recipe({r".*/scores": "y_x=ste(mvue(1,4))", ".*": "dense"}))
     words = np.concatenate(
         [v.reshape(-1, 2) for v in jax.tree.leaves(nnx.state(model, nm.nnx.NM)) if v.dtype == "uint32"]
     )
@@ -84,7 +82,7 @@ def test_layers_of_a_stack_draw_apart(scan):
 
 
 def test_every_group_of_keys_keeps_n():
-    layer = nm.nnx.sparsify(transformer.Scores(2, 3, None), nm.Recipe({".*": "fwd_lhs=mse(1,4)"}))
+    layer = nm.nnx.sparsify(transformer.Scores(2, 3, None), nm.Recipe({".*": "y_x=mse(1,4)"}))
     scores = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 5, 8)), jnp.float32))
     eye = jnp.broadcast_to(jnp.eye(8)[None, :, None], (2, 8, 2, 8))  # the values give the scores back
     kept = jnp.moveaxis(layer(scores, eye), 2, 1)
@@ -94,7 +92,7 @@ def test_every_group_of_keys_keeps_n():
 
 def test_a_hardened_model_prunes_scores_the_same():
     sparse = nm.nnx.sparsify(
-        gpt(scores=True), nm.Recipe({r".*/scores": "fwd_lhs=mse(2,4)", r".*mlp.*": "ste(2,4)", ".*": "dense"})
+        gpt(scores=True), nm.Recipe({r".*/scores": "y_x=mse(2,4)", r".*mlp.*": "ste(2,4)", ".*": "dense"})
     )
     hard = nm.nnx.harden(sparse)
     np.testing.assert_array_equal(logits(hard), logits(sparse))
@@ -104,9 +102,7 @@ def test_a_hardened_model_prunes_scores_the_same():
     }
 
 
-@pytest.mark.parametrize(
-    "method", ["ste(2,4)", "s_ste(2,4)", "fwd_lhs=mse(2,4); dlhs_rhs=mse(2,4)", "ste(2,4) else dense"]
-)
+@pytest.mark.parametrize("method", ["ste(2,4)", "s_ste(2,4)", "y_x=mse(2,4); dx_w=mse(2,4)", "ste(2,4) else dense"])
 def test_a_method_of_weights_is_refused(method):
     model = gpt(scores=True)
     with pytest.raises(
@@ -118,16 +114,14 @@ def test_a_method_of_weights_is_refused(method):
 
 def test_keys_that_do_not_divide():
     sparse = nm.nnx.sparsify(gpt(scores=True), RULES)
-    with pytest.raises(
-        ValueError, match=r"attention/scores: fwd_lhs=mse\(2,4\) prunes an array of shape \(3, 2, 7, 7\)"
-    ):
+    with pytest.raises(ValueError, match=r"attention/scores: y_x=mse\(2,4\) prunes an array of shape \(3, 2, 7, 7\)"):
         sparse(tokens(7))
-    loose = nm.nnx.sparsify(gpt(scores=True), nm.Recipe({r".*/scores": "fwd_lhs=mse(2,4) else dense", r".*": "dense"}))
+    loose = nm.nnx.sparsify(gpt(scores=True), nm.Recipe({r".*/scores": "y_x=mse(2,4) else dense", r".*": "dense"}))
     np.testing.assert_allclose(logits(loose, 7), logits(gpt(), 7), atol=1e-6)  # another program: to rounding
 
 
 def test_the_plan_counts_the_product():
-    model = nm.nnx.sparsify(gpt(scores=True), nm.Recipe({r".*/scores": "fwd_lhs=mse(2,4)", r".*": "dense"}))
+    model = nm.nnx.sparsify(gpt(scores=True), nm.Recipe({r".*/scores": "y_x=mse(2,4)", r".*": "dense"}))
     plan = nm.nnx.plan(model, tokens())
     rows = [layer for layer in plan.layers if layer.path.endswith("scores")]
     assert [(row.flops, row.shares, row.kernel) for row in rows] == [(2 * 3 * 8 * 8 * 16, (0.5, 1.0, 1.0), ())] * 2

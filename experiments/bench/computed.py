@@ -55,7 +55,7 @@ def gain(model: nnx.Module, example: Any, text: str) -> list[Any]:
             assert route.how in ("packed", "dense"), (layer.path, product, route)
             if route.how == "packed" and route.shape is not None:
                 packed += layer.flops or 0
-                once = 0.5 if route.operand == "w" and dict(layer.runs)["dlhs"].operand == "w" else 1.0  # one reading
+                once = 0.5 if route.operand == "w" and dict(layer.runs)["dx"].operand == "w" else 1.0  # one reading
                 values += once * route.shape.m * route.shape.k
     rate = EFFICIENCY["dense"] * (peak_flops(DEVICE, "bfloat16") or 0)
     dense, packing, pruning = plan.training[0] / rate, *(values * each / memory(DEVICE) for each in (PACKING, PRUNING))

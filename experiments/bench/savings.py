@@ -64,12 +64,12 @@ def delivery(rounds: int) -> Iterator[Table]:
 # ---- savings: steps over the dense one, also of models that are lean or use remat ----
 
 METHODS = (
-    "drhs_g=rows(mvue(2,4))",
-    "drhs_g=rows(mvue(1,4))",
-    "drhs_g=rows(mvue(1,64))",  # nearly nothing of dw is left: the most that rows in dw can save
-    "drhs_g=rows(mvue(1,4),by='both')",
-    "drhs_lhs=rows(mvue(1,4))",
-    "drhs_lhs=mvue(2,4)",
+    "dw_g=rows(mvue(2,4))",
+    "dw_g=rows(mvue(1,4))",
+    "dw_g=rows(mvue(1,64))",  # nearly nothing of dw is left: the most that rows in dw can save
+    "dw_g=rows(mvue(1,4),by='both')",
+    "dw_x=rows(mvue(1,4))",
+    "dw_x=mvue(2,4)",
     "s_ste(2,4)",
 )
 KEPT = {"": {}, "lean": {"lean": True}, "remat": {"remat": True}}
@@ -102,7 +102,7 @@ def table(name: str, width: int, tokens: int, methods: Sequence[str], rounds: in
     for text in ("dense", *methods):
         sparsity = replace(nm.parse(text), else_dense=True)  # by='both' fits no kernel larger than 1
         for kept, form in forms.items():
-            if kept != "remat" or text == "dense" or "drhs_lhs" in text:  # others would keep what dense keeps
+            if kept != "remat" or text == "dense" or "dw_x" in text:  # others would keep what dense keeps
                 label = f"{text}, {kept}" if kept else text
                 made[label] = steps.step(make(width, **form), example, steps.recipe(sparsity))
     peaks = {label: peak_bytes(step.call) for label, step in made.items()}
@@ -142,11 +142,11 @@ def compaction(rounds: int) -> Iterator[Table]:
         sides = [shape[:2], shape[1:], shape[::2]]
         x, w, g = (jax.random.normal(jax.random.key(i), side) for i, side in enumerate(sides))
         op = as_dot(x, w, DIMS)
-        texts = {f"drhs_g=rows(mvue({n},{m}))": (n, m) for n, m in PATTERNS}
+        texts = {f"dw_g=rows(mvue({n},{m}))": (n, m) for n, m in PATTERNS}
         calls = {text: partial(jax.jit(partial(_dw, text)), x, w, g) for text in ("dense", *texts)}
         seconds = in_turn(calls, rounds)
         for text, (n, m) in texts.items():
-            slots = {operand: nm.parse(text).slots[name] for operand, name in OPERANDS["drhs"].items()}
+            slots = {operand: nm.parse(text).slots[name] for operand, name in OPERANDS["dw"].items()}
             given = op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)), slots, "g", platform()
             beyond = (ratio(seconds[text], seconds["dense"]) - n / m) * flops(op, x.shape, w.shape)
             factors.append(beyond / moved_bytes(*given))

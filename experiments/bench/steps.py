@@ -71,7 +71,7 @@ SMALL: list[Model] = [  # models of the same kinds for the interpreter of kernel
     (partial(GPT, 64, depth=1), jax.ShapeDtypeStruct((1, 128), jnp.int32)),
     (partial(Block, 64), jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)),
 ]
-METHODS = {"S-STE": "s_ste(2,4)", "FST": "fst(2,4)", "MdGf with MVUE, faded": "ste(2,4); drhs_g=mvue(2,4)"}
+METHODS = {"S-STE": "s_ste(2,4)", "FST": "fst(2,4)", "MdGf with MVUE, faded": "ste(2,4); dw_g=mvue(2,4)"}
 LAYERS = r"(blocks|stages)/.*|up|down"  # a pattern of those that are pruned
 
 

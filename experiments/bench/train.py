@@ -76,7 +76,7 @@ def measured(config_file: str, directory: str, rounds: int) -> tuple[dict[str, l
     for name, slot in method.slots.items():
         if not slot.empty:
             texts[str(slot)] = str(slot)
-            texts[f"{name}, a copy"] = f"{name}={f'ste({instead})' if name.startswith('fwd') else instead}"
+            texts[f"{name}, a copy"] = f"{name}={f'ste({instead})' if name.startswith('y_') else instead}"
     texts["all"] = str(method)
     given, rules = tuple(config.sparsity), config.rules
     for name, text in texts.items():

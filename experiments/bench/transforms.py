@@ -136,7 +136,7 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
 
 def _loss(weights: tuple[jax.Array, jax.Array], x: jax.Array, step: jax.Array, sparsity: nm.Sparsity) -> jax.Array:
     """Return the loss of a feed-forward block. The soft threshold's scale is a constant, that of N(0, 1) weights."""
-    up, down = (nm.Ctx(key=i, step=step, state={"fwd_rhs": jnp.float32(1.483)}) for i in (0, 1))
+    up, down = (nm.Ctx(key=i, step=step, state={"y_w": jnp.float32(1.483)}) for i in (0, 1))
     product = partial(nm.einsum, "ti,io->to", sparsity=sparsity)
     y = product(jax.nn.gelu(product(x, weights[0], ctx=up)), weights[1], ctx=down)
     return jnp.sum(jnp.square(y.astype(jnp.float32)))

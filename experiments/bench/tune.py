@@ -41,7 +41,7 @@ def layer(tokens: int, inward: int, outward: int) -> dict[str, Shape]:
     in e4m3, and gradients in e5m2.
     """
     found = {
-        "fwd": Shape(outward, tokens, inward, m_major=True, transpose=True),
+        "y": Shape(outward, tokens, inward, m_major=True, transpose=True),
         "dx, w packed": Shape(inward, tokens, outward, transpose=True),
         "dx, g packed": Shape(tokens, inward, outward),
         "dw": Shape(outward, inward, tokens, m_major=True, n_major=True, transpose=True),
@@ -68,7 +68,7 @@ def default() -> list[Shape]:
     shapes = of_text(" ".join(f"{n}x{n}x{n}" for n in (4096, 8192, 16384)))
     for size in MODELS:
         for sides in ((size["width"], size["hidden"]), (size["hidden"], size["width"])):
-            shapes += [shape for name, shape in layer(16384, *sides).items() if name.startswith(("fwd", "dw"))]
+            shapes += [shape for name, shape in layer(16384, *sides).items() if name.startswith(("y", "dw"))]
     return list(dict.fromkeys(shapes))
 
 

@@ -27,8 +27,8 @@ TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has e
     "MFU": "Model FLOPs utilisation: dense FLOPs per second, as a share of the peak of the devices.",
     "peak memory": "The most memory that was in use at one time, of a device or of the process, as the report says.",
     "temporary memory": "What a step needs on a device besides its arguments and its results, counted by XLA.",
-    "slots": "The place of one operand in one product. It holds a pruner or is empty. In its name, fwd is the product "
-    "for y, dlhs the product for dx, and drhs the product for dw.",
+    "slots": "The place of one operand in one product. It holds a pruner or is empty. It is named after its product "
+    "and then its operand: dw_g is g in the product for dw.",
     "emulated": "XLA multiplies the pruned operands, zeros included.",
     "packed": "A kernel multiplies a packed operand, which is 2:4 or sparser, by a dense one on sparse tensor cores.",
     "mask": "An array of booleans: True where a value is kept.",
@@ -163,8 +163,8 @@ def distinct(names: list[str], length: int = 18) -> list[str]:
 
     >>> distinct(["blocks=ste(2,4)", "blocks=dense"])
     ['ste(2,4)', 'dense']
-    >>> distinct(["m=fade(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)", "m=fade(2,4,linear(1,0,70%)); drhs_g=mvue(2,4)"])
-    ['…30%)); drhs_g=mv…', '…70%)); drhs_g=mv…']
+    >>> distinct(["m=fade(2,4,linear(1,0,30%)); dw_g=mvue(2,4)", "m=fade(2,4,linear(1,0,70%)); dw_g=mvue(2,4)"])
+    ['…30%)); dw_g=mv…', '…70%)); dw_g=mv…']
     """
     front = _shared_front(names, "=;/ ")
     own = [name[front:].lstrip("; ,") or name for name in names]

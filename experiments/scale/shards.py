@@ -173,7 +173,7 @@ def _legal(layer: Layer, axis: int, count: int) -> bool:
     """Return whether an axis of a kernel can be cut into so many equal parts of whole groups."""
     if layer.kernel.shape[axis] % count:
         return False
-    product = layer.example(math.lcm(*(getattr(layer.sparsity, slot).facts.block for slot in ("drhs_g", "drhs_lhs"))))
+    product = layer.example(math.lcm(*(getattr(layer.sparsity, slot).facts.block for slot in ("dw_g", "dw_x"))))
     if product is None or count == 1:
         return True
     own = [a for a in range(layer.kernel.ndim) if a not in layer.stack]

@@ -88,8 +88,8 @@ class Gate(NamedTuple):
 
 
 WORSE = "random 1:16 mask"  # the arm that has to be worse
-RANDOM = "fwd_rhs=ste(hold(uniform(1,16,rescale=False)))"  # its method: one random mask for the whole run
-RANDOM_2_4 = "fwd_rhs=ste(hold(uniform(2,4,rescale=False)))"  # the same at 2:4, to compare ways to choose a mask with
+RANDOM = "y_w=ste(hold(uniform(1,16,rescale=False)))"  # its method: one random mask for the whole run
+RANDOM_2_4 = "y_w=ste(hold(uniform(2,4,rescale=False)))"  # the same at 2:4, to compare ways to choose a mask with
 FASHION = Gate("ViT, Fashion-MNIST", "fashion_mnist", "accuracy", 0.87, worse=WORSE, margin=0.01, unit="nats")
 CIFAR = Gate("ViT, CIFAR-10", "cifar10", "accuracy", 0.8, worse=WORSE, margin=0.01, unit="nats")
 BOOKS = Gate("GPT, bytes of books", "books_start", "loss", "5-gram", worse=WORSE, margin=0.01, unit="nats a byte")

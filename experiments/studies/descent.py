@@ -32,7 +32,7 @@ CASES = [{"method": method, "seed": seed} for method in METHODS for seed in rang
 
 def make_look(program: Program) -> looking.Look:
     """Return a compiled look at a step: its predicted and actual descent, and the flips of the masks."""
-    pruners = [layer.sparsity.fwd_rhs for layer in program.plan.layers if layer.sparsity.fwd_rhs != nm.identity]
+    pruners = [layer.sparsity.y_w for layer in program.plan.layers if layer.sparsity.y_w != nm.identity]
     masks_jump = bool(pruners) and all(pruner.facts.selects for pruner in pruners)
 
     def masks(state):

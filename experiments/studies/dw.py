@@ -69,7 +69,7 @@ def prepared(model: str, *changes: str) -> tuple[Program, Callable, Callable]:
     @functools.partial(jax.jit, static_argnames="pruner")
     def layer_errors(params, rest, step, batch, pruner):
         model = nnx.merge(program.graph, params, rest)
-        nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", f"drhs_g={pruner}"), (r".*", "dense"))))
+        nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", f"dw_g={pruner}"), (r".*", "dense"))))
         nm.nnx.set_step(model, step)
         return nm.nnx.gradient_errors(model, lambda model: program.task.loss(model, batch)[0], draws=DRAWS)
 

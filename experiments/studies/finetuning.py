@@ -22,7 +22,7 @@ METHODS = {
     "SR-STE": "sr_ste({})",
     "S-STE": "s_ste({},gradient='dense')",
     "MdGf (30 %)": "mdgf({},linear(1,0,30%))",
-    "MdGf (30 %) + MVUE(dw)": "mdgf({0},linear(1,0,30%)); drhs_g=mvue({0})",
+    "MdGf (30 %) + MVUE(dw)": "mdgf({0},linear(1,0,30%)); dw_g=mvue({0})",
 }
 RECIPE = "MdGf (30 %) + MVUE(dw) 2:4"
 SHORTER = rival("shorter dense", RECIPE)

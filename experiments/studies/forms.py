@@ -20,8 +20,8 @@ SR_STE, LINEAR, AUTODIFF = "SR-STE 1:16", "MdGf 1:16, linear", "MdGf 1:16, linea
 EXPONENTIAL, STEPWISE, GEOMETRIC = "MdGf 1:16, exponential", "SdGf 1:16, stepwise", "SdGf 1:16, geometric"
 FORMS = {
     S_STE: methods.WHOLE[S_STE],
-    ONE: "fwd_rhs=ste(soft(2,4,scale='one'))",
-    NOW: "fwd_rhs=ste(soft(2,4,scale='now'))",
+    ONE: "y_w=ste(soft(2,4,scale='one'))",
+    NOW: "y_w=ste(soft(2,4,scale='now'))",
     FP8: "s_ste(gradient='dense',fp8=True)",
     WITH_MVUE: methods.WHOLE[WITH_MVUE],
     TWO_DRAWS: "s_ste(gradient='mvue_approx')",

@@ -30,7 +30,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     config = get_config(variant)
     found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
     for kind, mask in MASKS.items():
-        found |= {name(kind, every): {"sparsity.blocks": f"fwd_rhs=ste(hold({mask},every={every}))"} for every in EVERY}
+        found |= {name(kind, every): {"sparsity.blocks": f"y_w=ste(hold({mask},every={every}))"} for every in EVERY}
     found["FST"] = FST
     found |= methods.rivals(config, name("both axes", 1), methods.Rival(0.6865, 52, 217))
     found[WORSE] = {"sparsity.blocks": RANDOM}

@@ -36,7 +36,7 @@ WHOLE = {  # methods of both networks
     "SR-STE": "sr_ste(2,4)",
     "S-STE": "s_ste(gradient='dense')",
     "S-STE + MVUE(dw)": "s_ste(2,4)",
-    "MdGf (30 %) + MVUE(dw)": "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)",
+    "MdGf (30 %) + MVUE(dw)": "mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4)",
     RANDOM_MASK: RANDOM_2_4,
 }
 
@@ -73,7 +73,7 @@ class Network(NamedTuple):
 
 MDGF_2_4, MDGF_1_16 = "MdGf (70 %)", "MdGf 1:16 (70 %)"
 FADING, FADING_1_16 = "MdGf (30 %, autodiff) + MVUE(dw)", "MdGf 1:16 (70 %, autodiff)"  # gradients fade too
-FADING_TEXT = "mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)"
+FADING_TEXT = "mdgf(2,4,linear(1,0,30%),'autodiff'); dw_g=mvue(2,4)"
 VIT = WHOLE | {MDGF_2_4: "mdgf(2,4,linear(1,0,70%))"}
 GPT = WHOLE | {
     "SR-STE 1:16": "sr_ste(1,16)",

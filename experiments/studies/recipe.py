@@ -17,8 +17,8 @@ from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
 
 SEEDS = range(10, 30)
 DW, DW_DX = "MdGf (30 %) + MVUE(dw)", "MdGf (30 %) + MVUE(dw, dx)"
-RECIPE = "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)"
-METHODS = {DW: RECIPE, DW_DX: f"{RECIPE}; dlhs_g=mvue(2,4)"}
+RECIPE = "mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4)"
+METHODS = {DW: RECIPE, DW_DX: f"{RECIPE}; dx_g=mvue(2,4)"}
 RIVALS = {
     "vit_cpu": {DW: methods.Rival(0.7335, 56, 206), DW_DX: methods.Rival(0.577, 48, 194)},
     "vit_gpu": {DW: methods.Rival(0.733, 165, 642), DW_DX: methods.Rival(0.5755, 144, 580)},

@@ -54,13 +54,13 @@ METHODS = {
     "sr_ste": "sr_ste({n},{m})",
     "s_ste": "s_ste({n},{m})",
     "mdgf": "mdgf({n},{m},linear(1,0,30%))",
-    "recipe": "mdgf({n},{m},linear(1,0,30%)); drhs_g=mvue({n},{m})",
+    "recipe": "mdgf({n},{m},linear(1,0,30%)); dw_g=mvue({n},{m})",
 }
-STARTED = {"sparsegpt, ste": "ste({n},{m})", "sparsegpt, held": "fwd_rhs=ste(hold(mse({n},{m})))"}
+STARTED = {"sparsegpt, ste": "ste({n},{m})", "sparsegpt, held": "y_w=ste(hold(mse({n},{m})))"}
 RECOVERED = {
     "dense, dense": "",
     "dense, sparsegpt, ste": "ste({n},{m})",
-    "dense, sparsegpt, held": "fwd_rhs=ste(hold(mse({n},{m})))",
+    "dense, sparsegpt, held": "y_w=ste(hold(mse({n},{m})))",
 }
 LABELS = {
     "magnitude": "dense, then magnitude in one shot",

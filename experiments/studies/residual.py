@@ -22,7 +22,7 @@ METHODS = {
     "SDGP 1:8": "sdgp(1,8)",
     "largest 2:4 in dx": "sdgp(2,4,rescale=False)",
     "random 2:4 in dx": "sdgp(2,4,rescale=False,select='random')",
-    "unbiased 1:8 in dx": "dlhs_g=mvue(1,8)",
+    "unbiased 1:8 in dx": "dx_g=mvue(1,8)",
     "MVUE(dw) 2:4": "mvue(2,4)",
     "MVUE(dw) 1:4": "mvue(1,4)",
     "MVUE(dw) 1:8": "mvue(1,8)",

@@ -13,12 +13,12 @@ from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
 LARGEST = "least-squares g in dw"
 METHODS = {
-    "STE": "fwd_rhs=ste(mse(2,4))",
-    "unbiased weights": "fwd_rhs=ste(mvue(2,4))",
-    "least-squares activations": "fwd_lhs=ste(mse(2,4))",
-    "unbiased activations": "fwd_lhs=ste(mvue(2,4))",
-    LARGEST: "drhs_g=mse(2,4)",
-    "MVUE(dw)": "drhs_g=mvue(2,4)",
+    "STE": "y_w=ste(mse(2,4))",
+    "unbiased weights": "y_w=ste(mvue(2,4))",
+    "least-squares activations": "y_x=ste(mse(2,4))",
+    "unbiased activations": "y_x=ste(mvue(2,4))",
+    LARGEST: "dw_g=mse(2,4)",
+    "MVUE(dw)": "dw_g=mvue(2,4)",
 }
 
 gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config

@@ -14,13 +14,13 @@ from typing import Any
 from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
 METHODS = {
-    "MVUE(dw) 2:4, single values": "drhs_g=mvue(2,4)",
-    "MVUE(dw) 1:4, single values": "drhs_g=mvue(1,4)",
-    "rows by g 2:4": "drhs_g=rows(mvue(2,4))",
-    "rows by g 1:4": "drhs_g=rows(mvue(1,4))",
-    "rows by x 2:4": "drhs_lhs=rows(mvue(2,4))",
-    "rows by x 1:4": "drhs_lhs=rows(mvue(1,4))",
-    "rows by both 1:4": "drhs_g=rows(mvue(1,4),by='both')",
+    "MVUE(dw) 2:4, single values": "dw_g=mvue(2,4)",
+    "MVUE(dw) 1:4, single values": "dw_g=mvue(1,4)",
+    "rows by g 2:4": "dw_g=rows(mvue(2,4))",
+    "rows by g 1:4": "dw_g=rows(mvue(1,4))",
+    "rows by x 2:4": "dw_x=rows(mvue(2,4))",
+    "rows by x 1:4": "dw_x=rows(mvue(1,4))",
+    "rows by both 1:4": "dw_g=rows(mvue(1,4),by='both')",
 }
 RIVAL = "rows by g 1:4"  # the dense rivals have its FLOPs
 

@@ -74,8 +74,8 @@ def instructions(program: str) -> dict[str, Instruction]:
 def slots_of(op_name: str) -> list[str]:
     """Return the slots in whose scope an operation is. A kernel may prune for two.
 
-    >>> slots_of("jit(_train)/transpose(jvp(mlp/up))/drhs_g/mul"), slots_of("jit(_train)/jvp(mlp/up)/dot_general")
-    (['drhs_g'], [])
+    >>> slots_of("jit(_train)/transpose(jvp(mlp/up))/dw_g/mul"), slots_of("jit(_train)/jvp(mlp/up)/dot_general")
+    (['dw_g'], [])
     """
     scopes = (scope.split("+") for scope in re.split(r"[/()]", op_name))
     return next((names for names in scopes if set(names) <= set(SLOTS)), [])

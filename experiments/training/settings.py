@@ -288,7 +288,7 @@ def recipe(config: ConfigDict, total: int) -> nm.Recipe:
         if any(needs_norms(getattr(sparsity, slot)) for slot in SLOTS):
             raise Mistake(
                 f"config.sparsity: {sparsity} chooses by the norms of inputs, which a run does not measure. Prune the "
-                "checkpoint first, nmjax prune --method wanda, and hold its mask: fwd_rhs=ste(hold(mse(2,4)))."
+                "checkpoint first, nmjax prune --method wanda, and hold its mask: y_w=ste(hold(mse(2,4)))."
             )
     return recipe
 

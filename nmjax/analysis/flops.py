@@ -45,7 +45,7 @@ def _cost(values: tuple[int, ...], rhs: tuple[int, ...], shared: Iterable[int]) 
 
 
 def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float, float]:
-    """Return the share of the dense FLOPs of each product that is left: (fwd, dlhs, drhs).
+    """Return the share of the dense FLOPs of each product that is left: (y, dx, dw).
 
     Args:
       sparsity: The slots and their pruners.
@@ -58,11 +58,11 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
     slots = sparsity.slots
     share = {name: slot.pruner.kept(step) for name, slot in slots.items()}
     # The product for dx uses the pruned weight of the forward product. If this is n:m along both axes, dx has n:m too.
-    reused = 1.0 if slots["dlhs_rhs"].raw else slots["fwd_rhs"].pruner.kept(step, across=True)
+    reused = 1.0 if slots["dx_w"].raw else slots["y_w"].pruner.kept(step, across=True)
     return (
-        min(share["fwd_lhs"], share["fwd_rhs"]),
-        min(share["dlhs_g"], share["dlhs_rhs"], reused),
-        min(share["drhs_g"], share["drhs_lhs"]),
+        min(share["y_x"], share["y_w"]),
+        min(share["dx_g"], share["dx_w"], reused),
+        min(share["dw_g"], share["dw_x"]),
     )
 
 
@@ -84,8 +84,8 @@ def over(sparsity: Sparsity, steps: int) -> tuple[float, float, float]:
         raise ValueError(f"over: steps is the number of steps of a run, at least 1, got {steps}.")
     count = min(steps, 200)
     sampled = [effective(sparsity, int((i + 0.5) * steps / count)) for i in range(count)]
-    fwd, dlhs, drhs = (math.fsum(shares) / count for shares in zip(*sampled, strict=True))
-    return fwd, dlhs, drhs
+    y, dx, dw = (math.fsum(shares) / count for shares in zip(*sampled, strict=True))
+    return y, dx, dw
 
 
 def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[tuple[str | None, int]]:

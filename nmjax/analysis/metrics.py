@@ -275,7 +275,7 @@ def gradient_error(
     step: Any = 0,
     state: Any = None,
 ) -> Error:
-    """Return the `Error` of ``dw = x^T g`` that pruning in ``drhs_g`` and ``drhs_lhs`` causes.
+    """Return the `Error` of ``dw = x^T g`` that pruning in ``dw_g`` and ``dw_x`` causes.
 
     The exact value is that of the same sparsity with both slots empty.
 
@@ -297,18 +297,18 @@ def gradient_error(
 
     >>> x, w, g = jnp.ones((4, 2)), jnp.ones((2, 3)), jnp.arange(12.0).reshape(4, 3)
     >>> from nmjax.pruners import mse
-    >>> print(gradient_error(Sparsity(drhs_g=mse(2, 4)), x, w, g).bias)
+    >>> print(gradient_error(Sparsity(dw_g=mse(2, 4)), x, w, g).bias)
     0.23649506
     """
-    if sparsity.fwd_lhs.facts.stochastic or sparsity.fwd_rhs.facts.stochastic:
+    if sparsity.y_x.facts.stochastic or sparsity.y_w.facts.stochastic:
         raise ValueError(f"{sparsity}: if a forward slot draws, no dw is the exact one. Leave that slot empty here.")
 
     def dw(sparsity: Sparsity, key: Key) -> tuple[jax.Array, ...]:
         product = lambda w: einsum("...i,io->...o", x, w, sparsity=sparsity, ctx=Ctx(key, step, state))
         return jax.vjp(product, w)[1](g)
 
-    stochastic = sparsity.drhs_g.facts.stochastic or sparsity.drhs_lhs.facts.stochastic
-    exact = dw(sparsity.only(fwd_lhs=sparsity.fwd_lhs, fwd_rhs=sparsity.fwd_rhs), key)
+    stochastic = sparsity.dw_g.facts.stochastic or sparsity.dw_x.facts.stochastic
+    exact = dw(sparsity.only(y_x=sparsity.y_x, y_w=sparsity.y_w), key)
     return _error(lambda key: dw(sparsity, key), _keys(key, draws if stochastic else 1), exact, sure=not stochastic)
 
 

@@ -33,7 +33,7 @@ class SlotPlan(NamedTuple):
     """The plan of one slot of a layer.
 
     Attributes:
-      name: The slot, such as "fwd_rhs".
+      name: The slot, such as "y_w".
       pruner: The slot's pruner.
       along: The sizes of the axes that its product contracts; empty if they are known only from a call.
       groups: The number of groups in one call; None if it is known only from a call.
@@ -43,11 +43,11 @@ class SlotPlan(NamedTuple):
       of_rows: True if all columns share the groups.
 
     >>> from nmjax.pruners import mse, rescale
-    >>> print(SlotPlan("fwd_rhs", mse(2, 4), along=(16,), groups=128))
-    fwd_rhs=mse(2,4)
+    >>> print(SlotPlan("y_w", mse(2, 4), along=(16,), groups=128))
+    y_w=mse(2,4)
       128 groups along 16
-    >>> print(SlotPlan("dlhs_g", rescale(mse(2, 4)), along=(16,), groups=128, norms=("group",)))
-    dlhs_g=rescale(mse(2,4))
+    >>> print(SlotPlan("dx_g", rescale(mse(2, 4)), along=(16,), groups=128, norms=("group",)))
+    dx_g=rescale(mse(2,4))
       128 groups along 16
       norm of each group
     """
@@ -91,15 +91,15 @@ class LayerPlan(NamedTuple):
       sparsity: The pruner of each slot.
       slots: The plans of its slots that are not empty.
       flops: The FLOPs of one product when dense; all three cost the same. None if no example inputs were given.
-      shares: The fraction of the FLOPs of fwd, dlhs and drhs that remains at the sparsest step.
+      shares: The fraction of the FLOPs of y, dx and dw that remains at the sparsest step.
       hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is random at every step.
-      runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
+      runs: The routes of y, dx and dw; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
       phases: (first step, routes) of each phase of its method (`Sparsity.phases`), from step 0 on; empty if the method
         has only one phase, if no example was given, or if the model is in a phase.
       phase: The first step of the phase that the model is in (`nmjax.nnx.phase`); None if it is in none.
-      kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
+      kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``dw_x`` is empty.
       reads_data: Whether its input depends on no parameter, so that training of the model needs no dx.
 
     >>> from nmjax.recipes.text import parse
@@ -127,7 +127,7 @@ class LayerPlan(NamedTuple):
 def hardened(sparsity: Sparsity) -> str:
     """Return the form of a weight after `harden`, as text: "n:m", "dense" or "none"."""
     try:
-        pattern = sparsity.fwd_rhs.final.facts.pattern
+        pattern = sparsity.y_w.final.facts.pattern
     except ValueError:
         return "none"
     return "dense" if pattern is None else f"{pattern[0]}:{pattern[1]}"
@@ -198,7 +198,7 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         p = getattr(sparsity, name)
         if p == identity:
             continue
-        if not uses or (name.startswith("drhs") and not tokens_known):
+        if not uses or (name.startswith("dw_") and not tokens_known):
             plans.append(SlotPlan(name, p, norms=("spatial", "group") if _auto_rescale(p) else ()))
             continue
         shape, operand = _operand(name, uses[0])
@@ -216,7 +216,7 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
 def _operand(name: str, use: Use) -> tuple[tuple[int, ...], Operand]:
     """Return the shape of a slot's operand, and where its axes lie."""
     g, axes = result_shape(use.op, use.lhs, use.rhs), use.op.operands(len(use.lhs.shape), len(use.rhs.shape))
-    shapes = {"fwd_lhs": use.lhs, "drhs_lhs": use.lhs, "dlhs_g": g, "drhs_g": g}
+    shapes = {"y_x": use.lhs, "dw_x": use.lhs, "dx_g": g, "dw_g": g}
     return shapes.get(name, use.rhs).shape, axes[name]
 
 
@@ -431,7 +431,7 @@ class Plan:
         return 3 * self.elsewhere + sum(cost)
 
 
-_HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
+_HEAD = ("layer", "slots", "left of\ny dx dw", "GFLOPs of\nall three", "hardened")
 
 
 # ---- costs as text ----

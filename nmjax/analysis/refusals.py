@@ -46,7 +46,7 @@ def slot_refusal(slot: str, sparsity: Sparsity, uses: Iterable[Use], tokens_know
     """Return the reason why a slot cannot prune in some product of a layer; None if it can prune in all.
 
     Args:
-      slot: The name of the slot, such as "fwd_rhs".
+      slot: The name of the slot, such as "y_w".
       sparsity: What the layer prunes.
       uses: The products of the layer. The first that refuses gives the reason.
       tokens_known: True if the shapes of the products are those of a call. Otherwise a reason states no shape of x
@@ -83,7 +83,7 @@ def backend_refusal(product: str, route: Route, backend: str, sparsity: Sparsity
     """Return the reason why a backend refuses a product; None if it runs it.
 
     Args:
-      product: "fwd", "dlhs" or "drhs".
+      product: "y", "dx" or "dw".
       route: The route that the product would take. Pruned zeros that XLA would multiply are "emulated".
       backend: The layer's backend. "pallas" refuses every emulated product, "compact" those of chosen rows.
       sparsity: The pruner of each slot.

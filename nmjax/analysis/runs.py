@@ -7,7 +7,6 @@ from nmjax.analysis import savings
 from nmjax.analysis.refusals import Use, backend_refusal
 from nmjax.core import layer_paths
 from nmjax.products.fit import of_sparse_layer
-from nmjax.products.layout import RESULTS
 from nmjax.products.routes import Route, explain
 from nmjax.products.sparsity import Sparsity
 
@@ -68,7 +67,7 @@ def notes(layers: Sequence[tuple[str, int | None, Runs]], speed: float | None) -
     for path, _, runs in layers:
         for product, route in runs:
             if route.how not in ("dense", "refused"):
-                results.setdefault((route.how, route.why), {}).setdefault(path, []).append(RESULTS[product])
+                results.setdefault((route.how, route.why), {}).setdefault(path, []).append(product)
     lines: list[str] = []
     by_path = {path: (cost, runs) for path, cost, runs in layers}
     for (how, why), by_layer in results.items():

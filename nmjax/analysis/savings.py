@@ -83,14 +83,14 @@ def _measured() -> float:
 def kept_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[int, int]:
     """Return the bytes of a layer's inputs, and those that the backward pass keeps of them.
 
-    Both are 0 if ``drhs_lhs`` is empty or refused. If a kernel keeps its own form of an input, the whole input counts.
+    Both are 0 if ``dw_x`` is empty or refused. If a kernel keeps its own form of an input, the whole input counts.
 
     Args:
       sparsity: The pruner of each slot.
       uses: The products that a call asks the layer for.
       backend: The layer's backend.
     """
-    if sparsity.drhs_lhs == identity or slot_refusal("drhs_lhs", sparsity, uses, True) is not None:
+    if sparsity.dw_x == identity or slot_refusal("dw_x", sparsity, uses, True) is not None:
         return 0, 0
     found = [_kept_bytes(use, sparsity, backend) for use in uses]
     stacked = uses[0].stacked if uses else 1
@@ -101,7 +101,7 @@ def _kept_bytes(use: Use, sparsity: Sparsity, backend: str) -> tuple[int, int]:
     """Return the bytes of x, and those that the backward pass keeps of it."""
     x = jax.ShapeDtypeStruct(use.lhs.shape, use.lhs.dtype)
     dense, routes = x.size * x.dtype.itemsize, explain(use.op, use.lhs, use.rhs, sparsity, backend)
-    if routes["drhs"].takes("x"):
+    if routes["dw"].takes("x"):
         return dense, dense  # the kernel's own form of x is smaller, but it is not counted
     product = StaticProduct(use.op, sparsity, None, None, compacted_in(routes))
     kept = jax.eval_shape(lambda x: kept_of_x(product, x, use.rhs, x, Ctx(random.words(0))), x)

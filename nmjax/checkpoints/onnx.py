@@ -35,7 +35,7 @@ def write_onnx(
     ...     write_onnx("model.onnx", model, jax.ShapeDtypeStruct((8, 16), jnp.float32), names=["x"])
     """
     sites = {"/".join(map(str, place)): node for place, node in nnx.iter_graph(model) if isinstance(node, Site)}
-    others = [place for place, s in sites.items() if s.sparsity != s.sparsity.only(fwd_lhs=s.sparsity.fwd_lhs)]
+    others = [place for place, s in sites.items() if s.sparsity != s.sparsity.only(y_x=s.sparsity.y_x)]
     if others:  # jax2onnx replaces each nnx.Linear as a whole, so it would export the dense weights
         raise CheckpointError(f"the model is sparse: it prunes at {others[0]}. Export nm.nnx.harden(model).")
     if sites:

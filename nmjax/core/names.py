@@ -19,7 +19,7 @@ TOKEN = re.compile(rf"{STRING}|(?P<name>{PATTERN})")
 def foreign_names(text: str) -> list[str]:
     """Return every ``module:name`` in a text, without importing anything.
 
-    >>> foreign_names("s_ste(2,4); drhs_g=chain(mylab:above(0.5,4),fp8('e5m2'))")
+    >>> foreign_names("s_ste(2,4); dw_g=chain(mylab:above(0.5,4),fp8('e5m2'))")
     ['mylab:above']
     """
     return [match["name"] for match in TOKEN.finditer(text) if match["name"]]

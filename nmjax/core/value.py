@@ -58,7 +58,7 @@ def told(value: Any) -> str:
     >>> told(nm.mse)
     'mse itself: call it first, as in mse(2,4)'
     >>> told(nm.methods.ste(2, 4))
-    'fwd_rhs=ste(mse(2,4)): pass the pruner of one of its slots, such as sparsity.fwd_rhs'
+    'y_w=ste(mse(2,4)): pass the pruner of one of its slots, such as sparsity.y_w'
     """
     if isinstance(value, str):
         return f"str: parse it first, nm.parse({value!r}) or nm.parse_pruner({value!r})"
@@ -66,7 +66,7 @@ def told(value: Any) -> str:
     if name is not None and callable(value):
         return f"{name} itself: call it first, as in {name}(2,4)"
     if isinstance(value, Value):
-        slot = ": pass the pruner of one of its slots, such as sparsity.fwd_rhs" if hasattr(value, "fwd_rhs") else ""
+        slot = ": pass the pruner of one of its slots, such as sparsity.y_w" if hasattr(value, "y_w") else ""
         return f"{value!r}{slot}"
     return repr(value) if isinstance(value, (int, float, type(None))) else type(value).__name__
 

@@ -57,7 +57,7 @@ def reset_state(variables: Variables) -> Variables:
     >>> with nm.linen.sparsify(nm.Recipe({".*": "s_ste(2,4)"})):
     ...     variables = nn.Dense(1).init(jax.random.key(0), jnp.ones((4, 4)))
     >>> variables["params"]["kernel"] = jnp.array([[1.], [2.], [3.], [4.]])
-    >>> print(nm.linen.reset_state(variables)["nm"]["kernel"].state["fwd_rhs"].ravel())
+    >>> print(nm.linen.reset_state(variables)["nm"]["kernel"].state["y_w"].ravel())
     [2.2]
     """
     return _with_layers(variables, lambda layer: (layer.site.renewed(layer.value), layer.weight))
@@ -97,7 +97,7 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
     before = sited(variables)
     others: Mapping[str, list[str]] = {} if model is None else other_uses(model, inputs, options)
     for layer in before:
-        if layer.variable.sparsity.fwd_rhs != identity and layer.weight_path in others:
+        if layer.variable.sparsity.y_w != identity and layer.weight_path in others:
             raise ValueError(refused_use(layer.path, layer.variable.sparsity, others[layer.weight_path]))
     found: list[Unfinished] = []
 
@@ -216,7 +216,7 @@ def masks(variables: Mapping[str, Any]) -> Any:
     >>> masks["kernel"].shape, int(masks["kernel"].sum()), bool(masks["bias"])
     ((8, 4), 16, True)
     """
-    sparse = [one for one in sited(variables) if one.variable.sparsity.fwd_rhs != identity]
+    sparse = [one for one in sited(variables) if one.variable.sparsity.y_w != identity]
     made = {layer.where: layer.back(layer.site.mask(layer.value)) for layer in sparse}
     by_name, tree = leaves({"params": variables["params"]})
     values = [meta.replace_boxed(v, made.get(name, jnp.array(True))) for name, v in by_name.items()]

@@ -31,7 +31,7 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
     >>> print(nm.linen.weights(variables)[""].density)
     0.5
     """
-    sparse = [one for one in sited(variables) if one.variable.sparsity.fwd_rhs != identity]
+    sparse = [one for one in sited(variables) if one.variable.sparsity.y_w != identity]
     return {layer.path: layer.site.measure(layer.value) for layer in sparse}
 
 

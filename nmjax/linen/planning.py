@@ -47,7 +47,7 @@ class Planned(NamedTuple):
 def refused_use(path: str, sparsity: Sparsity, operations: list[str]) -> str:
     """Return the error for a weight that a layer prunes, and that these operations outside of the layer take too."""
     return (
-        f"{path or 'the model'}: fwd_rhs={sparsity.fwd_rhs} prunes the weight in the layer only, but the model also "
+        f"{path or 'the model'}: y_w={sparsity.y_w} prunes the weight in the layer only, but the model also "
         f"uses it elsewhere, in {', '.join(operations)}, as a tied head does. It has no single final form, so leave it "
         f'dense: (r"{path}", "dense").'
     )
@@ -128,7 +128,7 @@ def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
     >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
     >>> plan = nm.linen.plan(nn.Dense(4), recipe, jnp.ones((16, 8)))
     >>> print(plan.layers[0].slots[0])
-    fwd_rhs=ste(soft(2,4))
+    y_w=ste(soft(2,4))
       8 groups along 8
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)
@@ -144,7 +144,7 @@ def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
     for where in sorted(planner.planned, key=layer_paths.by_number):
         row, shape = planner.planned[where], np.shape(shapes[where])
         path, sparsity = row.weight.path, recipe(row.weight.path)
-        if sparsity.fwd_rhs != identity and where in others:
+        if sparsity.y_w != identity and where in others:
             row.refused.append(refused_use(path, sparsity, others[where]))
         of = [Use(op, lhs, rhs, math.prod(shape) // row.size) for op, lhs, rhs in row.uses]
         rows.append(layer_plan(

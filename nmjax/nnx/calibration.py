@@ -166,7 +166,7 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
     """Give a sparse model the norms by which `nmjax.wanda` and `nmjax.ria` prune weights.
 
     Args:
-      model: A model with ``wanda(n,m)`` or ``ria(n,m)`` in slots ``fwd_rhs``. Its state is changed.
+      model: A model with ``wanda(n,m)`` or ``ria(n,m)`` in slots ``y_w``. Its state is changed.
       inputs: The statistics of the layers' inputs, which `calibrate` returned for the model before it was sparse.
 
     Raises:
@@ -176,15 +176,15 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
     >>> x = jnp.array([[10., 1., 1., 1.]])
     >>> model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.], [-2.], [3.], [-4.]]), rngs=nnx.Rngs(0))
     >>> found = nm.nnx.calibrate(model, [x])
-    >>> model = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}))
+    >>> model = nm.nnx.sparsify(model, nm.Recipe({".*": "y_w=ste(wanda(2,4))"}))
     >>> nm.nnx.set_norms(model, found)
     >>> nm.nnx.harden(model).kernel[...].ravel().tolist()
     [1.0, 0.0, 0.0, -4.0]
     """
     sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
-    chosen = {path: site for path, site in sites.items() if needs_norms(site.sparsity.fwd_rhs)}
+    chosen = {path: site for path, site in sites.items() if needs_norms(site.sparsity.y_w)}
     if not chosen:
-        raise ValueError("set_norms: no layer prunes its weight by norms. Write fwd_rhs=ste(wanda(2,4)) in the recipe.")
+        raise ValueError("set_norms: no layer prunes its weight by norms. Write y_w=ste(wanda(2,4)) in the recipe.")
     missing = [path for path in chosen if path not in inputs]
     if missing:
         shown = ", ".join(path or "the model" for path in missing)
@@ -194,7 +194,7 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         )
     for path, site in chosen.items():
         norms = np.sqrt(inputs[path].squares)
-        holders = jax.tree.leaves(slot_state(site.state, "fwd_rhs"), is_leaf=lambda v: isinstance(v, NM))
+        holders = jax.tree.leaves(slot_state(site.state, "y_w"), is_leaf=lambda v: isinstance(v, NM))
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if not holders:
             raise ValueError(

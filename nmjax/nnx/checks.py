@@ -51,12 +51,12 @@ def check_uses(sparse: list[tuple[Layer, Sparsity]], others: Mapping[int, list[s
     refused = [
         (layer, sparsity)
         for layer, sparsity in sparse
-        if sparsity.fwd_rhs != identity and layer.has_weight and layer.mask is None and id(layer.kernel) in others
+        if sparsity.y_w != identity and layer.has_weight and layer.mask is None and id(layer.kernel) in others
     ]
     if refused:
         lines = [
             f"  {layer.path or 'the model'}: {', '.join(others[id(layer.kernel)])} takes {layer.weight_name} of shape "
-            f"{tuple(layer.kernel.shape)}, which fwd_rhs={sparsity.fwd_rhs} prunes in the layer only"
+            f"{tuple(layer.kernel.shape)}, which y_w={sparsity.y_w} prunes in the layer only"
             for layer, sparsity in refused
         ]
         rules = ", ".join(f'(r"{re.escape(layer.path)}", "dense")' for layer, _ in refused)
@@ -118,10 +118,10 @@ def layer_refusal(
             "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the whole "
             "stack."
         )
-    if not layer.has_weight and not sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
+    if not layer.has_weight and not sparsity.y_w == sparsity.dx_w == identity:
         return Refusal(
-            "it multiplies scores by values, and no operand is a weight, so fwd_rhs and dlhs_rhs must be empty. Give "
-            'it a rule of its own that comes first, such as (r".*/scores", "fwd_lhs=mse(2,4)").'
+            "it multiplies scores by values, and no operand is a weight, so y_w and dx_w must be empty. Give "
+            'it a rule of its own that comes first, such as (r".*/scores", "y_x=mse(2,4)").'
         )
     try:
         ways = layer.stacks
@@ -134,7 +134,7 @@ def layer_refusal(
             f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: {choices}."
         )
     if product is None:
-        if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
+        if sparsity.y_w == sparsity.dx_w == identity:
             return None
         return Refusal(layer.why_unknown)
     own = tuple(n for a, n in enumerate(kernel.shape) if a not in (axes if axes in layer.stacks else ways[0]))

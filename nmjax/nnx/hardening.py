@@ -82,10 +82,10 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
 def _check_methods(model: Any) -> None:
     """Refuse weights of declared layers that another method of their class names, because no call was looked at."""
     for layer in layers(model):
-        others = layer.other_readers if layer.site is not None and layer.sparsity.fwd_rhs != identity else []
+        others = layer.other_readers if layer.site is not None and layer.sparsity.y_w != identity else []
         if others:
             raise ValueError(
-                f"{layer.path or 'the model'}: fwd_rhs={layer.sparsity.fwd_rhs} prunes {layer.weight_name} of shape "
+                f"{layer.path or 'the model'}: y_w={layer.sparsity.y_w} prunes {layer.weight_name} of shape "
                 f"{tuple(layer.kernel.shape)}, which {type(layer.module).__name__}.{others[0]} uses too, without "
                 "pruning. If the model's call uses it there, it has no single final form: leave the layer dense, "
                 f'(r"{re.escape(layer.path)}", "dense"). If not, pass examples of its inputs: harden(model, x).'
@@ -135,13 +135,13 @@ def _check_shared(layer: Layer, users: list[User]) -> None:
         if other is None or other.site is None:
             use = "as it is"
         elif not _same_form(other, layer):
-            use = f"pruned by {other.sparsity.fwd_rhs}"
-            if other.sparsity.fwd_rhs == layer.sparsity.fwd_rhs:
+            use = f"pruned by {other.sparsity.y_w}"
+            if other.sparsity.y_w == layer.sparsity.y_w:
                 use += " along other axes, in another dtype, with another mask or with other state"
         else:
             continue
         raise ValueError(
-            f"{layer.path or 'the model'}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape "
+            f"{layer.path or 'the model'}: y_w={layer.sparsity.y_w} prunes a weight of shape "
             f"{layer.kernel.shape} that {'/'.join(map(str, path))} uses too, {use}. It has no single final form. "
             f'Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
         )
@@ -151,7 +151,7 @@ def _same_form(a: Layer, b: Layer) -> bool:
     """Return True if two sparse layers give the weight that they share the same final form."""
     assert a.site is not None
     assert b.site is not None
-    if a.sparsity.fwd_rhs != b.sparsity.fwd_rhs or a.operand != b.operand or a.dtype != b.dtype or a.stack != b.stack:
+    if a.sparsity.y_w != b.sparsity.y_w or a.operand != b.operand or a.dtype != b.dtype or a.stack != b.stack:
         return False
     if a.steps.steps != b.steps.steps:
         return False
@@ -248,7 +248,7 @@ def masks(model: Any) -> nnx.State[Any, Any]:
     >>> masks["kernel"].shape, int(masks["kernel"][...].sum()), bool(masks["bias"][...])
     ((8, 4), 16, True)
     """
-    sparse = [layer for layer in layers(model) if layer.sparsity.fwd_rhs != identity]
+    sparse = [layer for layer in layers(model) if layer.sparsity.y_w != identity]
     by_kernel = {id(layer.kernel): back(layer, read(layer).mask(value(layer))) for layer in sparse}
     by_path = {user.path: by_kernel[i] for i, users in users_of(model).items() if i in by_kernel for user in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))

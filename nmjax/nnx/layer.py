@@ -54,7 +54,7 @@ class Example(NamedTuple):
     @property
     def operand(self) -> Operand:
         """The roles of the axes of the weight's operand."""
-        return self.op.operands(self.lhs.ndim, self.rhs.ndim)["fwd_rhs"]
+        return self.op.operands(self.lhs.ndim, self.rhs.ndim)["y_w"]
 
 
 @dataclass(frozen=True, eq=False)

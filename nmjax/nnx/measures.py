@@ -31,7 +31,7 @@ def weights(model: Any) -> dict[str, Weight]:
     """
     by_path: dict[str, Weight] = {}
     for layer in layers(model):
-        if layer.sparsity.fwd_rhs != identity:
+        if layer.sparsity.y_w != identity:
             by_path[layer.path] = read(layer).measure(value(layer))
     return by_path
 

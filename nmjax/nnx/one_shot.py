@@ -66,7 +66,7 @@ def prune(
     Args:
       model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout. If it is sparse, this
         recipe takes the place of its own, as by `sparsify`, and its weights count as they are.
-      recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``fwd_rhs``. A
+      recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``y_w``. A
         method, or its text such as "ste(2,4)", is for all layers.
       batches: Batches of inputs, as in `calibrate`.
       solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
@@ -78,7 +78,7 @@ def prune(
 
     Returns:
       The pruned copy, and the errors of its layers on these batches. To train on with the masks as they are, use
-      ``fwd_rhs=ste(hold(mse(2,4)))``.
+      ``y_w=ste(hold(mse(2,4)))``.
 
     Raises:
       ValueError: The recipe does not fit the model, the call does not use a layer, two layers share a weight, or a
@@ -198,7 +198,7 @@ def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any)
 
 def _check_pruners(sparse: Any) -> None:
     """Refuse pruners that choose for several outputs of a layer at once, all in one message."""
-    slots = {layer.path: layer.sparsity.slots["fwd_rhs"] for layer in layers(sparse) if layer.has_weight}
+    slots = {layer.path: layer.sparsity.slots["y_w"] for layer in layers(sparse) if layer.has_weight}
     of_rows = lambda slot: isinstance(slot.core, rows) or has_rows(slot.pruner.final)
     joint = lambda slot: of_rows(slot) or slot.pruner.final.facts.pattern_across is not None
     wrong = [f"{path}: {slot.pruner}" for path, slot in slots.items() if joint(slot)]

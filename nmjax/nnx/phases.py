@@ -40,7 +40,7 @@ def phase(model: Model, step: int | None) -> Model:
     >>> nm.nnx.plan(model).phases
     (700,)
     >>> nm.nnx.phase(model, 700).nm_site.now
-    fwd_rhs=ste(mse(2,4))
+    y_w=ste(mse(2,4))
     """
     step = None if step is None else _known_step(step)
     with_sites = [layer.site for layer in layers(model) if layer.site is not None]

@@ -110,7 +110,7 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
     >>> plan = nm.nnx.plan(model, jnp.ones((16, 8)))
     >>> plan.layers[0].slots[0]
-    SlotPlan(name='fwd_rhs', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
+    SlotPlan(name='y_w', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)
 
@@ -181,6 +181,6 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None, reads_
     )  # fmt: skip
     row = row._replace(else_dense=(*planned.else_dense, *row.else_dense))
     pattern, own = layer.hardened, layer.sparsity == row.sparsity  # a recipe would clear the pattern of another method
-    if pattern is not None and own and row.sparsity.fwd_rhs == identity:
+    if pattern is not None and own and row.sparsity.y_w == identity:
         return row._replace(hardened=f"{pattern.n}:{pattern.m}")
     return row

@@ -46,7 +46,7 @@ def axes_of(op: Operation, rank: int) -> Axes:
     """
     if isinstance(op, Conv) and (op.feature_group_count > 1 or op.batch_group_count > 1):
         raise ValueError("convolutions in groups cannot be calibrated.")
-    operand = op.operands(rank, rank)["fwd_rhs"] if isinstance(op, Conv) else op.operands(2, rank)["fwd_rhs"]
+    operand = op.operands(rank, rank)["y_w"] if isinstance(op, Conv) else op.operands(2, rank)["y_w"]
     batch = op.dims[1][1] if isinstance(op, Dot) else (0,) if isinstance(op, RaggedDot) else ()
     features = (*operand.space, *operand.contract) if isinstance(op, Conv) else operand.contract
     return Axes(batch, features, tuple(a for a in range(rank) if a not in (*batch, *features)))
@@ -153,7 +153,7 @@ def _rows(op: Dot, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the input of a dot as [*batch, tokens, features], in the order of the weight's axes."""
     (lhs, rhs), (batch, _) = op.dims
     own = dict(zip(rhs, lhs, strict=True))  # the axis of x for each contracted axis of the weight
-    features = [own[a] for a in op.operands(x.ndim, len(shape))["fwd_rhs"].contract]
+    features = [own[a] for a in op.operands(x.ndim, len(shape))["y_w"].contract]
     tokens = [a for a in range(x.ndim) if a not in (*batch, *features)]
     moved = x.transpose(*batch, *tokens, *features)
     size = math.prod(x.shape[a] for a in features)

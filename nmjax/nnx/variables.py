@@ -46,7 +46,7 @@ class Site(nnx.Module):
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
     >>> model.nm_site
     Site(
-      fwd_rhs=ste(mse(2,4))
+      y_w=ste(mse(2,4))
     )
     """
 
@@ -98,9 +98,9 @@ class Site(nnx.Module):
         refusal = product.refusal(w)
         if refusal is not None:
             raise ValueError(f"{self.name}: {refusal}. Take the derivative outside the method that the door names.")
-        asked = (product.op.operands(x.ndim, w.ndim)["fwd_rhs"], product.parameter.steps)
+        asked = (product.op.operands(x.ndim, w.ndim)["y_w"], product.parameter.steps)
         known = self.example and (
-            self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["fwd_rhs"], self.example.steps
+            self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["y_w"], self.example.steps
         )  # fmt: skip
         if known and (asked[0], moves(asked[1])) != (known[0], moves(known[1])):
             raise ValueError(

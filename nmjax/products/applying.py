@@ -84,7 +84,7 @@ def _partner(
     if values is None or not slot.pruner.facts.reads_partner:
         return None
     other = OTHER[slot.name]
-    value = without_strides(product.op, values[other])[1] if other == "drhs_lhs" else values[other]
+    value = without_strides(product.op, values[other])[1] if other == "dw_x" else values[other]
     return partner_norms(axes[slot.name], values[slot.name].ndim, value, axes[other])
 
 
@@ -133,7 +133,7 @@ def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Opera
 
 def reads_partner(product: StaticProduct) -> bool:
     """Return True if a choice in dw needs the rows of both operands."""
-    return any(product.sparsity.slots[name].pruner.facts.reads_partner for name in ("drhs_lhs", "drhs_g"))
+    return any(product.sparsity.slots[name].pruner.facts.reads_partner for name in ("dw_x", "dw_g"))
 
 
 def kept_of_x(
@@ -146,17 +146,17 @@ def kept_of_x(
       product: The product.
       x: The left operand as the forward product uses it.
       w: The weight.
-      unpruned: The left operand before it is pruned, if ``drhs_lhs`` is `raw`.
+      unpruned: The left operand before it is pruned, if ``dw_x`` is `raw`.
       ctx: Key, step and state of the product.
       extra: The operands of the operation after the first two.
     """
     if reads_partner(product):
         return None
-    slot, axes = product.sparsity.slots["drhs_lhs"], product.operands(x, w)
+    slot, axes = product.sparsity.slots["dw_x"], product.operands(x, w)
     value = unpruned if slot.raw else x
-    if ("drhs", "x") in product.compacted:
+    if ("dw", "x") in product.compacted:
         return few_rows(product, slot, {slot.name: value}, axes, ctx)
-    by_kernel = product.routes is not None and product.routes["drhs"].takes("x")  # its form of x is kept
+    by_kernel = product.routes is not None and product.routes["dw"].takes("x")  # its form of x is kept
     pattern = packed_pattern(slot.pattern, x, axes[slot.name])
     if by_kernel or pattern is None:
         return None

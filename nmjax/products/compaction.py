@@ -152,16 +152,16 @@ def operation_refusal(op: Operation, lhs: Shaped, rhs: Shaped, product: str, ope
     Args:
       op: The operation.
       lhs, rhs: Its operands, or their shapes.
-      product: "fwd", "dlhs" or "drhs".
+      product: "y", "dx" or "dw".
       operand: The operand whose rows are chosen.
     """
-    if isinstance(op, RaggedDot) and product == "drhs":
+    if isinstance(op, RaggedDot) and product == "dw":
         return Refusal("its tokens are sorted by expert, and how many each expert has is known only from a call")
     if not isinstance(op, Conv):
         return None
     if op.feature_group_count * op.batch_group_count > 1:
         return Refusal("it is a convolution with groups")
-    return tokens_refusal(op, lhs, rhs, operand) if product == "drhs" else None
+    return tokens_refusal(op, lhs, rhs, operand) if product == "dw" else None
 
 
 def tokens_refusal(op: Operation, lhs: Shaped, rhs: Shaped, operand: str) -> Refusal | None:
@@ -192,9 +192,9 @@ def tokens_refusal(op: Operation, lhs: Shaped, rhs: Shaped, operand: str) -> Ref
 
 def partner_refusal(op: Operation, lhs: Shaped, rhs: Shaped, slot: Slot) -> Refusal | None:
     """Return why a slot's pruner cannot read the norms of the other operand's rows; None if it can, or reads none."""
-    if not slot.pruner.facts.reads_partner or not slot.name.startswith("drhs"):
+    if not slot.pruner.facts.reads_partner or not slot.name.startswith("dw_"):
         return None
-    refusal = tokens_refusal(op, lhs, rhs, "x" if slot.name == "drhs_lhs" else "g")
+    refusal = tokens_refusal(op, lhs, rhs, "x" if slot.name == "dw_x" else "g")
     return None if refusal is None else Refusal(f"it reads the rows of both operands, but {refusal}. Write by='own'.")
 
 
@@ -239,7 +239,7 @@ def expected(
     Returns:
       The share; infinity if there is nothing to multiply.
     """
-    weight = op.operands(lhs.ndim, rhs.ndim)["fwd_rhs"]
+    weight = op.operands(lhs.ndim, rhs.ndim)["y_w"]
     terms = math.prod(rhs.shape[a] for a in (*weight.contract, *(weight.space if isinstance(op, Conv) else ())))
     flops = 2 * result_shape(op, lhs, rhs).size * terms
     if not flops:

@@ -19,7 +19,7 @@ from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
-TOKENS = ("drhs_g", "drhs_lhs")  # the slots whose groups lie along tokens, which only a call knows
+TOKENS = ("dw_g", "dw_x")  # the slots whose groups lie along tokens, which only a call knows
 
 
 def fitting(
@@ -79,10 +79,10 @@ def of_sparse_layer(sparsity: Sparsity) -> Sparsity:
 def backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:
     """Return the input of each backward slot, given the pruned and the unpruned operands and the gradient."""
     return {
-        "dlhs_g": g,
-        "dlhs_rhs": rhs if sparsity.slots["dlhs_rhs"].raw else w,
-        "drhs_g": g,
-        "drhs_lhs": lhs if sparsity.slots["drhs_lhs"].raw else x,
+        "dx_g": g,
+        "dx_w": rhs if sparsity.slots["dx_w"].raw else w,
+        "dw_g": g,
+        "dw_x": lhs if sparsity.slots["dw_x"].raw else x,
     }
 
 
@@ -93,7 +93,7 @@ def slot_refusals(
     """Return (slot, refusal) for every slot whose pruner would raise an error with operands of these shapes and
     shardings. Reasons are the texts of these errors. They state shapes of x and g if ``tokens_known``."""
     g = result_shape(op, lhs, rhs)
-    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | backward_values(sparsity, lhs, rhs, lhs, rhs, g)
+    values = {"y_x": lhs, "y_w": rhs} | backward_values(sparsity, lhs, rhs, lhs, rhs, g)
     axes = op.operands(lhs.ndim, rhs.ndim)
     axes = {name: axes[name]._replace(known=tokens_known or name in WEIGHT) for name in SLOTS}
     refusals = []

@@ -25,7 +25,7 @@ from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
-FORWARD_SLOT = {"x": "fwd_lhs", "w": "fwd_rhs"}
+FORWARD_SLOT = {"x": "y_x", "w": "y_w"}
 
 Form = Packed | tuple[jax.Array | Packed, jax.Array]
 """A packed array of 16-bit values; or an FP8 array, packed or not, with its inverse scale."""
@@ -35,7 +35,7 @@ class FormKey(NamedTuple):
     """The key of one form of a weight.
 
     Attributes:
-      product: "fwd" or "dlhs".
+      product: "y" or "dx".
       axes: The axis order of the weight matrix, "IO" or "OI".
       packed: True if it is packed.
       format: Its FP8 format; "" if its values have 16 bits.
@@ -181,7 +181,7 @@ def _want(
         if slot is forward or slot.raw:
             array = operand.unpruned
         elif slot.core == identity:  # a backward slot that prunes nothing: as in the forward product
-            pruning_slot, along, array = forward, CONTRACTED["fwd"], operand.unpruned
+            pruning_slot, along, array = forward, CONTRACTED["y"], operand.unpruned
     by_forward = pruning_slot.name in FORWARD_SLOT.values()
     if pruning_slot.core is not None and fused(pruning_slot.core) and array is not None and not simulated:
         inner = pruning_slot.core_context(ctx)
@@ -212,10 +212,10 @@ def _fuses(
 
     Tile pruners are fused only if the weight is packed along both axes.
     """
-    dlhs_slot = sparsity.slots["dlhs_rhs"]
-    reuses_forward = dlhs_slot.core == identity and not dlhs_slot.raw
-    both_products = {"fwd", "dlhs"} <= set(products) and operand == "w"
-    packed = all(routes[product].operand == "w" and not routes[product].formats for product in ("fwd", "dlhs"))
+    dx_slot = sparsity.slots["dx_w"]
+    reuses_forward = dx_slot.core == identity and not dx_slot.raw
+    both_products = {"y", "dx"} <= set(products) and operand == "w"
+    packed = all(routes[product].operand == "w" and not routes[product].formats for product in ("y", "dx"))
     fuses_tiles = both_products and packed and reuses_forward and len(routes.layout.w.shape) == 2
     return lambda p: limits.fuses(p) or (fuses_tiles and p.kernel_form.tile is not None)
 
@@ -252,7 +252,7 @@ def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str
 
 
 def _scope(operand: str, wants: Iterable[Want]) -> Any:
-    """Return the `jax.named_scope` that forms are made in: their slots, as in "fwd_rhs+dlhs_rhs"."""
+    """Return the `jax.named_scope` that forms are made in: their slots, as in "y_w+dx_w"."""
     return jax.named_scope("+".join(OPERANDS[want.product][operand] for want in wants))
 
 
@@ -320,10 +320,10 @@ def can_fuse(routes: Routes | None, sparsity: Sparsity) -> bool:
       routes: How each product runs.
       sparsity: The pruner of each slot.
     """
-    if routes is None or routes["drhs"].how != "packed" or routes["drhs"].operand != "g" or routes["drhs"].formats:
+    if routes is None or routes["dw"].how != "packed" or routes["dw"].operand != "g" or routes["dw"].formats:
         return False
-    core, device = sparsity.slots["drhs_g"].core, routes.device
-    if core is None or not limits.fuses(core) or sparsity.slots["drhs_g"].storage is not None:
+    core, device = sparsity.slots["dw_g"].core, routes.device
+    if core is None or not limits.fuses(core) or sparsity.slots["dw_g"].storage is not None:
         return False
     one_process = device.devices == 1 and jax.process_count() == 1
     return one_process and _axis(routes, "g", "T") == -2 and fault(device, (ACTIVATED,)) is None
@@ -344,16 +344,16 @@ def pack_gradient(
     Returns:
       The gradient, and its packed form by the name of the product.
     """
-    slot = sparsity.slots["drhs_g"]
+    slot = sparsity.slots["dw_g"]
     own = slot.core_context(ctx)
     assert slot.core is not None
     key = own.key if slot.core.facts.stochastic else None
-    with jax.named_scope("drhs_g"):
+    with jax.named_scope("dw_g"):
         made, form = calls.compress_activated(
             activation, matrix(routes, "g", h), matrix(routes, "g", g), slot.core, key=key, state=own.state,
             target=routes.device,
         )  # fmt: skip
-    return made.reshape(g.shape), {"drhs": form}
+    return made.reshape(g.shape), {"dw": form}
 
 
 # ---- multiplying forms ----
@@ -366,7 +366,7 @@ def product_of_forms(
 
     Args:
       routes: How each product runs.
-      product: "fwd", "dlhs" or "drhs".
+      product: "y", "dx" or "dw".
       forms: The forms of its operands, by operand.
       dense: Returns the dense operand of a 16-bit packed product.
       dtype: The dtype of the result.

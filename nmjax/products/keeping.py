@@ -1,6 +1,6 @@
 """The left operand as the backward pass will use it: only what dw needs of it is kept.
 
-If the rows of x that dw multiplies are chosen by ``drhs_lhs``, these rows are kept. If ``drhs_lhs`` prunes entries of x
+If the rows of x that dw multiplies are chosen by ``dw_x``, these rows are kept. If ``dw_x`` prunes entries of x
 n:m, the packed form is kept: n values of each group, and a bit for each entry. The choice is made in the forward pass,
 so that x itself can be freed.
 """

@@ -3,7 +3,7 @@
 Kernels see each operand as a matrix. Its axes are two of T (tokens), I (in-features) and O (out-features). Each product
 contracts the axis that its result does not have::
 
-    fwd    y [T, O] = x . w    over I         dlhs   dx = g . w    over O         drhs   dw = x . g    over T
+    y [T, O] = x . w    over I            dx = g . w    over O            dw = x . g    over T
 """
 
 import math
@@ -17,14 +17,13 @@ from nmjax.products.compaction import tokens_refusal
 from nmjax.products.operations import Conv, Dot, Operation, RaggedDot, result_shape
 from nmjax.products.pruning import Shaped
 
-CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
-RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
+CONTRACTED = {"y": "I", "dx": "O", "dw": "T"}
 OPERANDS = {  # product -> operand -> the slot that prunes it
-    "fwd": {"x": "fwd_lhs", "w": "fwd_rhs"},
-    "dlhs": {"g": "dlhs_g", "w": "dlhs_rhs"},
-    "drhs": {"g": "drhs_g", "x": "drhs_lhs"},
+    "y": {"x": "y_x", "w": "y_w"},
+    "dx": {"g": "dx_g", "w": "dx_w"},
+    "dw": {"g": "dw_g", "x": "dw_x"},
 }
-LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # product -> the operand whose axes its result has
+LAID_AS = {"y": "g", "dx": "x", "dw": "w"}  # product -> the operand whose axes its result has
 
 
 class Matrix(NamedTuple):

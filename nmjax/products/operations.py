@@ -69,12 +69,12 @@ class Dot:
 
         g_ndim = len(lb + lf + rf)
         return {
-            "fwd_lhs": operand(lhs_ndim, lc, lf, lb),
-            "fwd_rhs": operand(rhs_ndim, rc, rf, rb),
-            "dlhs_g": operand(g_ndim, g_rf, g_lf, g_b),
-            "dlhs_rhs": operand(rhs_ndim, rf, rc, rb),
-            "drhs_g": operand(g_ndim, g_lf, g_rf, g_b),
-            "drhs_lhs": operand(lhs_ndim, lf, lc, lb),
+            "y_x": operand(lhs_ndim, lc, lf, lb),
+            "y_w": operand(rhs_ndim, rc, rf, rb),
+            "dx_g": operand(g_ndim, g_rf, g_lf, g_b),
+            "dx_w": operand(rhs_ndim, rf, rc, rb),
+            "dw_g": operand(g_ndim, g_lf, g_rf, g_b),
+            "dw_x": operand(lhs_ndim, lf, lc, lb),
         }
 
 
@@ -105,12 +105,12 @@ class Conv:
         space = lambda axes: tuple(sorted(axes))
         features, batches = self.feature_group_count, self.batch_group_count
         return {
-            "fwd_lhs": Operand((xc,), (xb,), space(xs), runs=features),
-            "fwd_rhs": Operand((wi,), (wo,), space(ws), other_runs=features * batches),
-            "dlhs_g": Operand((gc,), (gb,), space(gs), runs=features * batches),
-            "dlhs_rhs": Operand((wo,), (wi,), space(ws), runs=features * batches),
-            "drhs_g": Operand((gb, *space(gs)), (gc,), space(gs)),
-            "drhs_lhs": Operand((xb, *space(xs)), (xc,), space(xs), runs=batches),
+            "y_x": Operand((xc,), (xb,), space(xs), runs=features),
+            "y_w": Operand((wi,), (wo,), space(ws), other_runs=features * batches),
+            "dx_g": Operand((gc,), (gb,), space(gs), runs=features * batches),
+            "dx_w": Operand((wo,), (wi,), space(ws), runs=features * batches),
+            "dw_g": Operand((gb, *space(gs)), (gc,), space(gs)),
+            "dw_x": Operand((xb, *space(xs)), (xc,), space(xs), runs=batches),
         }
 
 
@@ -135,12 +135,12 @@ class RaggedDot:
 
     def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
         return {
-            "fwd_lhs": Operand((1,), (0,), ()),
-            "fwd_rhs": Operand((1,), (2,), ()),
-            "dlhs_g": Operand((1,), (0,), ()),
-            "dlhs_rhs": Operand((2,), (1,), ()),
-            "drhs_g": Operand((0,), (1,), (), ragged=True),
-            "drhs_lhs": Operand((0,), (1,), (), ragged=True),
+            "y_x": Operand((1,), (0,), ()),
+            "y_w": Operand((1,), (2,), ()),
+            "dx_g": Operand((1,), (0,), ()),
+            "dx_w": Operand((2,), (1,), ()),
+            "dw_g": Operand((0,), (1,), (), ragged=True),
+            "dw_x": Operand((0,), (1,), (), ragged=True),
         }
 
 

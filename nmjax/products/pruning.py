@@ -138,7 +138,7 @@ def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
     _check_operand(label, p, x, operand, ctx)
     merged = merging.merge(x, operand.contract, p.facts.block * operand.runs)
     if merged is None:
-        raise ValueError(_misfit(label, p, x, operand, tokens="drhs_" in label.partition("=")[0]))
+        raise ValueError(_misfit(label, p, x, operand, tokens="dw_" in label.partition("=")[0]))
     check_shards(label, p, x, operand)
     return merged
 

@@ -25,7 +25,7 @@ from nmjax.kernels.limits import Shape
 from nmjax.kernels.measured import Row, table
 from nmjax.kernels.targets import Target, platform, target
 from nmjax.products import compaction
-from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS, RESULTS, Layout, layout_of
+from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS, Layout, layout_of
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
@@ -84,7 +84,7 @@ class Routes:
     name: str | None = None  # of the layer, for errors
 
     def __getitem__(self, product: str) -> Route:
-        """Return the route of "fwd", "dlhs" or "drhs"."""
+        """Return the route of "y", "dx" or "dw"."""
         return dict(self.by_product)[product]
 
 
@@ -169,7 +169,7 @@ def compacted_in(routes: Mapping[str, Route]) -> Compacted:
 def not_run(product: str, route: Route, backend: str) -> str:
     """Return the error message if the backend "pallas" or "compact" cannot run a pruned product."""
     done = {"pallas": "packed", "compact": "compacted"}[backend]
-    return f"backend={backend!r}, but {RESULTS[product]} cannot be {done}: {route.why}. Write backend='auto'."
+    return f"backend={backend!r}, but {product} cannot be {done}: {route.why}. Write backend='auto'."
 
 
 def explain(
@@ -303,12 +303,12 @@ def _is_two_of_four(n: int, m: int) -> bool:
 
 def pattern(sparsity: Sparsity, slot: Slot) -> Pattern | None:
     """Return the n:m of a slot's operand along the axis that its product contracts."""
-    if slot.pattern is not None or slot.name != "dlhs_rhs" or slot.raw:
+    if slot.pattern is not None or slot.name != "dx_w" or slot.raw:
         return slot.pattern
     if slot.core != identity and not slot.pruner.facts.selects:
         return None  # the pruner may replace zeros by other values
     across = (
-        sparsity.fwd_rhs.facts.pattern_across
+        sparsity.y_w.facts.pattern_across
     )  # dx contracts the other axis of the weight that the forward product uses
     return across if across is not None and across[1] == 4 else None
 
@@ -372,9 +372,9 @@ def _packed(
 
 
 def _result_dtype(product: str, case: Case) -> str:
-    if product == "fwd":
+    if product == "y":
         return jnp.dtype(case.op.preferred_element_type or case.lhs.dtype).name
-    return jnp.dtype(case.lhs.dtype if product == "dlhs" else case.rhs.dtype).name
+    return jnp.dtype(case.lhs.dtype if product == "dx" else case.rhs.dtype).name
 
 
 def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None:

@@ -137,7 +137,7 @@ def prepare(
         ctx = ctx.replace(key=random.words(ctx.key))
     if sparsity.else_dense:
         sparsity, _ = fitting(op, lhs, rhs, sparsity)
-    left, right = sparsity.slots["fwd_lhs"], sparsity.slots["fwd_rhs"]
+    left, right = sparsity.slots["y_x"], sparsity.slots["y_w"]
     product = StaticProduct(op, sparsity, name, None)
     axes = product.operands(lhs, rhs)
     x = prune_slot(product, left, left.applied, lhs, axes, ctx)
@@ -152,13 +152,13 @@ def prepare(
         return plain
     product = product._replace(routes=routes, compacted=compacted)
     inputs = Inputs(
-        lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or _reads_unpruned(product, "x") else None,
-        lax.stop_gradient(rhs) if sparsity.slots["dlhs_rhs"].raw or _reads_unpruned(product, "w") else None,
+        lax.stop_gradient(lhs) if sparsity.slots["dw_x"].raw or _reads_unpruned(product, "x") else None,
+        lax.stop_gradient(rhs) if sparsity.slots["dx_w"].raw or _reads_unpruned(product, "w") else None,
         ctx,
         packed,
         extra,
     )
-    y_alone = routes is None or not (routes["dlhs"].uses_forms or routes["drhs"].uses_forms)
+    y_alone = routes is None or not (routes["dx"].uses_forms or routes["dw"].uses_forms)
     return Call(_derived if forward_only and y_alone else ruled, product, x, w, inputs)
 
 
@@ -168,7 +168,7 @@ def _plain(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -
 
 def _reads_unpruned(product: StaticProduct, operand: str) -> bool:
     """Return True if the forward product reads an unpruned operand: to choose its rows, or to make a form of it."""
-    return ("fwd", operand) in product.compacted or needs_unpruned(product.routes, product.sparsity, operand)
+    return ("y", operand) in product.compacted or needs_unpruned(product.routes, product.sparsity, operand)
 
 
 # ---- a kernel computes y; autodiff computes derivatives ----
@@ -177,7 +177,7 @@ def _reads_unpruned(product: StaticProduct, operand: str) -> bool:
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _derived(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
     """Compute y with a kernel, and its derivatives with ``op``."""
-    return _forward(product, x, w, inputs, ("fwd",))[0]
+    return _forward(product, x, w, inputs, ("y",))[0]
 
 
 @partial(_derived.defjvp, symbolic_zeros=True)
@@ -201,7 +201,7 @@ def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
     """Compute y. The gradients of x and w are those of `ruled_backward`."""
-    return _forward(product, x, w, inputs, ("fwd",))[0]
+    return _forward(product, x, w, inputs, ("y",))[0]
 
 
 def _forward(
@@ -216,21 +216,21 @@ def _forward(
             operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
             for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
         }
-    stored = lambda name: _stored(product, name, x if name == "fwd_lhs" else w)
-    chosen = dict(product.compacted).get("fwd")
+    stored = lambda name: _stored(product, name, x if name == "y_x" else w)
+    chosen = dict(product.compacted).get("y")
     if chosen is not None:
-        slot, axes = product.sparsity.slots[OPERANDS["fwd"][chosen]], product.operands(x, w)
-        few = few_rows(product, slot, {"fwd_lhs": inputs.lhs, "fwd_rhs": inputs.rhs}, axes, inputs.ctx)
+        slot, axes = product.sparsity.slots[OPERANDS["y"][chosen]], product.operands(x, w)
+        few = few_rows(product, slot, {"y_x": inputs.lhs, "y_w": inputs.rhs}, axes, inputs.ctx)
         other = OTHER[slot.name]
         theirs = same_rows(stored(other), slot, other, axes, few)
         return op(*((few.values, theirs) if chosen == "x" else (theirs, few.values)), *inputs.extra), forms
     if routes is None:
-        return op(stored("fwd_lhs"), stored("fwd_rhs"), *inputs.extra), forms
-    if not routes["fwd"].uses_forms:
-        return op(stored("fwd_lhs"), stored("fwd_rhs")), forms
+        return op(stored("y_x"), stored("y_w"), *inputs.extra), forms
+    if not routes["y"].uses_forms:
+        return op(stored("y_x"), stored("y_w")), forms
     dtype = jax.eval_shape(op, x, w).dtype
-    dense = lambda: stored("fwd_rhs" if routes["fwd"].operand == "x" else "fwd_lhs")
-    y = product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype)
+    dense = lambda: stored("y_w" if routes["y"].operand == "x" else "y_x")
+    y = product_of_forms(routes, "y", _forms_of(forms, "y"), dense, dtype)
     return checkpoint_name(y, KEPT), forms  # as `nmjax.policies` keeps the products of XLA
 
 
@@ -278,12 +278,12 @@ def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: In
         check_partner(product, slot, x, w)
         prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, check, inputs.extra)
     backward = {
-        operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
+        operand: {p: form for p, form in by_product.items() if p != "y"} for operand, by_product in forms.items()
     }
     name = partial(jax.tree.map, lambda v: checkpoint_name(v, KEPT))
     backward |= {"x": name(backward["x"])} if "x" in backward else {}
     kept = name(kept_of_x(product, x, w, inputs.lhs, inputs.ctx, inputs.extra))
-    by_kernel = product.routes is not None and product.routes["drhs"].takes("x")  # its form of x is in `forms`
+    by_kernel = product.routes is not None and product.routes["dw"].takes("x")  # its form of x is in `forms`
     drop = kept is not None or (by_kernel and not reads_partner(product))
     return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)
 
@@ -301,7 +301,7 @@ def ruled_backward(
 
     def prune(name: str) -> jax.Array:
         slot = sparsity.slots[name]
-        if name == "drhs_lhs" and isinstance(kept, Entries):
+        if name == "dw_x" and isinstance(kept, Entries):
             assert slot.pattern is not None
             return unpack(kept, x.shape, axes[name], slot.pattern)
         return by_xla(slot, slot.pruner, values[name])
@@ -319,11 +319,9 @@ def ruled_backward(
         if chosen is not None:
             slot = sparsity.slots[OPERANDS[name][chosen]]
             theirs = OTHER[slot.name]
-            if slot.name == "drhs_lhs" and isinstance(kept, Rows):
-                few = kept
-            else:
-                few = few_rows(product, slot, values, axes, ctx)
-            op, value = without_strides(product.op, prune(theirs)) if name == "drhs" else (product.op, prune(theirs))
+            given = slot.name == "dw_x" and isinstance(kept, Rows)
+            few = kept if given else few_rows(product, slot, values, axes, ctx)
+            op, value = without_strides(product.op, prune(theirs)) if name == "dw" else (product.op, prune(theirs))
             value = same_rows(value, slot, theirs, axes, few)
             pair = (few.values, value) if chosen == "g" else (value, few.values)
             if isinstance(op, (Dot, Conv)) and op.out_sharding is not None:  # rows that are left may lie on other axes
@@ -336,8 +334,8 @@ def ruled_backward(
         return summed_as(y, like)
 
     real = lambda v: jnp.issubdtype(v.dtype, jnp.inexact)  # integers have no gradient
-    dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x) if real(x) else None
-    dw = gradient("drhs", "drhs_g", "drhs_lhs", w) if real(w) else None
+    dx = gradient("dx", "dx_g", "dx_w", x) if real(x) else None
+    dw = gradient("dw", "dw_g", "dw_x", w) if real(w) else None
     return dx, dw, None
 
 
@@ -345,7 +343,7 @@ def _transposed(
     name: str, op: Operation, g: jax.Array, other: jax.Array, like: Shaped, extra: tuple[jax.Array, ...]
 ) -> jax.Array:
     """Return dx, the product of g and w, or dw, the product of g and x."""
-    forward = (lambda v: op(v, other, *extra)) if name == "dlhs" else (lambda v: op(other, v, *extra))
+    forward = (lambda v: op(v, other, *extra)) if name == "dx" else (lambda v: op(other, v, *extra))
     with plain_vmap_error():
         return jax.linear_transpose(forward, like)(g)[0]
 

@@ -1,12 +1,14 @@
 """The six slots of a linear layer, and the normal form of a slot's pruner.
 
-===========  ==========================  ===============================  ===========================
-product      computes                    slots                            contracts: groups lie along
-===========  ==========================  ===============================  ===========================
-fwd          y  = x w                    ``fwd_lhs`` x, ``fwd_rhs`` w     in-features
-dlhs         dx = g w^T                  ``dlhs_g`` g, ``dlhs_rhs`` w     out-features
-drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens: batch and positions
-===========  ==========================  ===============================  ===========================
+============  ====================  ===========================
+product       slots                 contracts: groups lie along
+============  ====================  ===========================
+y  = x w      ``y_x``, ``y_w``      in-features
+dx = g w^T    ``dx_g``, ``dx_w``    out-features
+dw = x^T g    ``dw_g``, ``dw_x``    tokens: batch and positions
+============  ====================  ===========================
+
+A slot is named after its product and then its operand. g is the gradient of y.
 
 Every slot prunes along the contraction axis of its own product, so no axis has to be given.
 
@@ -17,7 +19,7 @@ Who rounds to FP8, and when:
 
 - An `fp8` at the end of a slot is the slot's storage (see ``normal_form`` of `fp8`, `chain` and `raw`). An empty slot
   has none.
-- A product can run in FP8 if both of its operands have a storage, for dx those of ``dlhs_g`` and ``dlhs_rhs``
+- A product can run in FP8 if both of its operands have a storage, for dx those of ``dx_g`` and ``dx_w``
   (``routes._formats``). It does if the device, the layout, the dtypes and the backend allow it (``routes._route``).
 - In FP8, the kernel that makes a form rounds it: `nmjax.products.forms` asks for it, `nmjax.kernels.tiles` does it.
 - Otherwise XLA simulates the rounding: of forward operands in ``rule._stored``; of backward operands in
@@ -38,11 +40,11 @@ from nmjax.core.value import told
 from nmjax.pruners import identity
 from nmjax.pruners.float8 import fp8
 
-FORWARD = ("fwd_lhs", "fwd_rhs")
-BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
+FORWARD = ("y_x", "y_w")
+BACKWARD = ("dx_g", "dx_w", "dw_g", "dw_x")
 SLOTS = FORWARD + BACKWARD
-WEIGHT = ("fwd_rhs", "dlhs_rhs")  # the slots that can keep state between steps
-RAW = ("dlhs_rhs", "drhs_lhs")  # the slots where `raw` is allowed
+WEIGHT = ("y_w", "dx_w")  # the slots that can keep state between steps
+RAW = ("dx_w", "dw_x")  # the slots where `raw` is allowed
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _check_slot(slot: Slot) -> None:
     """Raise an error if the pruner is not allowed in this slot."""
     p, forward = slot.pruner, slot.name in FORWARD
     if slot.raw and slot.name not in RAW:
-        raise ValueError(f"{slot}: raw is only for dlhs_rhs and drhs_lhs. Here write {slot.name}={p.parts[0]}.")
+        raise ValueError(f"{slot}: raw is only for dx_w and dw_x. Here write {slot.name}={p.parts[0]}.")
     if p.facts.gradient_rule and not forward:
         rule = slot.form.rule
         instead = "Write the rows without ste or sr_ste." if rule is None else f"Write {slot.name}={rule.parts[0]}."
@@ -151,13 +153,13 @@ def _check_slot(slot: Slot) -> None:
     if forward and slot.storage is not None and slot.storage.facts.stochastic:
         raise ValueError(
             f"{slot}: a forward operand is rounded to nearest, because several products must see the same value. "
-            f"Random rounding is for gradients, in dlhs_g and drhs_g. Here write fp8({slot.storage.format!r})."
+            f"Random rounding is for gradients, in dx_g and dw_g. Here write fp8({slot.storage.format!r})."
         )
     if forward and p.facts.stochastic and not p.facts.noise_in_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if p.facts.needs_state and slot.name not in WEIGHT:
         raise ValueError(
-            f"{slot}: {p} keeps state between steps, and only the slots of the weight can: fwd_rhs and dlhs_rhs. Write "
+            f"{slot}: {p} keeps state between steps, and only the slots of the weight can: y_w and dx_w. Write "
             "a pruner without state here, such as mse(2,4)."
         )
 

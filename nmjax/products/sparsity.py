@@ -25,7 +25,7 @@ class Sparsity(Value):
     It prints as the text from which `nmjax.parse` makes it again. ``sparsity.slots`` has the normal form of each slot.
 
     Args:
-      fwd_lhs, fwd_rhs, dlhs_g, dlhs_rhs, drhs_g, drhs_lhs: The pruner of each slot.
+      y_x, y_w, dx_g, dx_w, dw_g, dw_x: The pruner of each slot.
       else_dense: The slots that stay empty, instead of raising an error, if they cannot prune the shape of an operand.
         If True, the whole layer is dense if a slot of y or dx does not fit. A slot of dw that does not fit the number
         of tokens stays empty.
@@ -36,18 +36,18 @@ class Sparsity(Value):
 
     >>> from nmjax.pruners import mse, mvue
     >>> from nmjax.pruners.estimators import ste
-    >>> Sparsity(fwd_rhs=ste(mse(2, 4)), drhs_g=mvue(2, 4))
-    fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
-    >>> Sparsity(fwd_rhs=ste(mse(2, 4)), else_dense=True)
-    fwd_rhs=ste(mse(2,4)); else dense
+    >>> Sparsity(y_w=ste(mse(2, 4)), dw_g=mvue(2, 4))
+    y_w=ste(mse(2,4)); dw_g=mvue(2,4)
+    >>> Sparsity(y_w=ste(mse(2, 4)), else_dense=True)
+    y_w=ste(mse(2,4)); else dense
     """
 
-    fwd_lhs: Pruner = identity
-    fwd_rhs: Pruner = identity
-    dlhs_g: Pruner = identity
-    dlhs_rhs: Pruner = identity
-    drhs_g: Pruner = identity
-    drhs_lhs: Pruner = identity
+    y_x: Pruner = identity
+    y_w: Pruner = identity
+    dx_g: Pruner = identity
+    dx_w: Pruner = identity
+    dw_g: Pruner = identity
+    dw_x: Pruner = identity
     else_dense: bool | tuple[str, ...] = False
 
     def __post_init__(self) -> None:
@@ -86,9 +86,9 @@ class Sparsity(Value):
           **slots: Pruners by the names of their slots. All other slots are empty.
 
         >>> import nmjax as nm
-        >>> method = nm.parse("fwd_lhs=mse(2,4) else dense; drhs_g=mvue(2,4)")
-        >>> method.only(fwd_lhs=method.fwd_lhs)
-        fwd_lhs=mse(2,4) else dense
+        >>> method = nm.parse("y_x=mse(2,4) else dense; dw_g=mvue(2,4)")
+        >>> method.only(y_x=method.y_x)
+        y_x=mse(2,4) else dense
         """
         left, these = self.else_dense, Sparsity(**cast(Any, slots))
         if isinstance(left, tuple):
@@ -105,7 +105,7 @@ class Sparsity(Value):
         """The steps, rising and above 0, at which a new phase begins: at which the result of `at` changes.
 
         >>> import nmjax as nm
-        >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").phases
+        >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); dw_g=stages(((0,identity),(30,mvue(2,4))))").phases
         (11, 30, 70)
         """
         starts = sorted({step for slot in self.slots.values() for step in slot.pruner.phases})
@@ -123,8 +123,8 @@ class Sparsity(Value):
           step: A step, at least 0.
 
         >>> import nmjax as nm
-        >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").at(70)
-        fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
+        >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); dw_g=stages(((0,identity),(30,mvue(2,4))))").at(70)
+        y_w=ste(mse(2,4)); dw_g=mvue(2,4)
         """
         if step < 0:
             raise ValueError(f"at: step must be at least 0, got {step}.")
@@ -133,7 +133,7 @@ class Sparsity(Value):
         for name, slot in self.slots.items():
             now[name] = _slot_at(slot, step)
             may_be_dense = left is True or (isinstance(left, tuple) and name in left)
-            if may_be_dense and not _fits_alike(slot.pruner, now[name], left is True and not name.startswith("drhs")):
+            if may_be_dense and not _fits_alike(slot.pruner, now[name], left is True and not name.startswith("dw_")):
                 now[name] = slot.pruner
         if isinstance(left, tuple):
             left = tuple(name for name in left if now[name] != identity)
@@ -155,8 +155,8 @@ class Sparsity(Value):
         >>> from nmjax.pruners import soft
         >>> from nmjax.pruners.estimators import ste
         >>> import jax.numpy as jnp
-        >>> Sparsity(fwd_rhs=ste(soft(2, 4))).init(jnp.array([[1.], [-2.], [3.], [-4.]]), contract=0, out=1)
-        {'fwd_rhs': Array(2.2, dtype=float32)}
+        >>> Sparsity(y_w=ste(soft(2, 4))).init(jnp.array([[1.], [-2.], [3.], [-4.]]), contract=0, out=1)
+        {'y_w': Array(2.2, dtype=float32)}
         """
         return self._states(rhs, (contract, out, batch), ctx.replace(state=None), "init")
 
@@ -174,19 +174,19 @@ class Sparsity(Value):
         space = tuple(a for a in range(rhs.ndim) if a not in inward + outward + batch)
         forward, backward = Operand(inward, outward, space, batch), Operand(outward, inward, space, batch)
         states: dict[str, Any] = {}
-        slot = self.slots["fwd_rhs"]
+        slot = self.slots["y_w"]
         if slot.pruner.facts.has_state:
-            states["fwd_rhs"] = _state(slot, rhs, forward, ctx, make)
-        slot = self.slots["dlhs_rhs"]
+            states["y_w"] = _state(slot, rhs, forward, ctx, make)
+        slot = self.slots["dx_w"]
         if slot.pruner.facts.has_state:
             weight = rhs if slot.raw else self._used_forward(rhs, forward, ctx.replace(state=states or None))
-            states["dlhs_rhs"] = _state(slot, weight, backward, ctx, make)
+            states["dx_w"] = _state(slot, weight, backward, ctx, make)
         return states
 
     def _used_forward(self, rhs: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
         """Return the weight as the forward product uses it."""
-        slot = self.slots["fwd_rhs"]
-        return pruned(f"fwd_rhs={slot.applied}", slot.applied, rhs, operand, slot.context(ctx))
+        slot = self.slots["y_w"]
+        return pruned(f"y_w={slot.applied}", slot.applied, rhs, operand, slot.context(ctx))
 
 
 def _slot_at(slot: Slot, step: int) -> Pruner:

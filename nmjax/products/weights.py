@@ -31,8 +31,8 @@ def packed_weight(
     """
     if sparsity.else_dense:
         sparsity, _ = fitting(op, lhs, rhs, sparsity)
-    forward = sparsity.slots["fwd_rhs"]
-    weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}
+    forward = sparsity.slots["y_w"]
+    weight_slots = {"y": forward, "dx": sparsity.slots["dx_w"]}
     fixed = frozenset(p for p, slot in weight_slots.items() if not slot.pruner.facts.needs_key)
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, fixed)
     if routes is None or forward.pruner.facts.needs_key:

@@ -69,7 +69,7 @@ class ShapedProduct(NamedTuple):
     @property
     def operand(self) -> Operand:
         """The roles of the axes of the parameter's operand."""
-        return self.product.op.operands(self.lhs.ndim, self.rhs.ndim)["fwd_rhs"]
+        return self.product.op.operands(self.lhs.ndim, self.rhs.ndim)["y_w"]
 
     def use(self, layers: int = 1) -> Use:
         """Return the product as a plan reads it, in a stack of so many layers."""

@@ -139,7 +139,7 @@ class Site:
 
     def now(self, value: Any) -> jax.Array:
         """Return the weight as its forward product uses it at this step."""
-        return self._called(value, self.origin.sparsity.fwd_rhs)
+        return self._called(value, self.origin.sparsity.y_w)
 
     def mask(self, value: Any) -> jax.Array:
         """Return the mask of the weight at this step.
@@ -147,22 +147,22 @@ class Site:
         Raises:
           TypeError: The pruner has no mask, because it does not only keep or drop.
         """
-        return self._called(value, self.origin.sparsity.fwd_rhs.mask)
+        return self._called(value, self.origin.sparsity.y_w.mask)
 
     def _called(self, value: Any, call: Callable[..., jax.Array], back: bool = True) -> jax.Array:
         """Call a pruner, or its mask, on the weight as the product gets it. ``back`` gives its layout to the result."""
-        origin, p = self.origin, self.origin.sparsity.fwd_rhs
+        origin, p = self.origin, self.origin.sparsity.y_w
 
         def one(w: jax.Array, words: Any, time: Any, state: Any) -> jax.Array:
-            ctx = slot_context(context(words, time, state), "fwd_rhs")
-            result, restore = along(f"{origin.name}: fwd_rhs={p}", p, w, origin.operand, ctx, call)
+            ctx = slot_context(context(words, time, state), "y_w")
+            result, restore = along(f"{origin.name}: y_w={p}", p, w, origin.operand, ctx, call)
             return restore(result)
 
         return origin.parameter.apply(one, value, *self.arrays, back=back)
 
     def measure(self, value: Any) -> Weight:
         """Measure what pruning does to the weight at this step. A stack counts as one."""
-        origin, p = self.origin, self.origin.sparsity.fwd_rhs
+        origin, p = self.origin, self.origin.sparsity.y_w
         stacked = len(origin.parameter.stack(np.shape(value)))
         whole, kept = origin.parameter.apply(lambda w: w, value), self._called(value, p, back=False)
         return metrics.weight(p, whole, kept, tuple(stacked + axis for axis in origin.operand.contract))
@@ -171,7 +171,7 @@ class Site:
     def scale(self) -> jax.Array | None:
         """The frozen scale of S-STE, one for every weight of a stack; None if there is none."""
         stacked = 0 if self.time is None else self.time.ndim - 1
-        leaves = jax.tree.leaves((self.state or {}).get("fwd_rhs"))
+        leaves = jax.tree.leaves((self.state or {}).get("y_w"))
         scales = [v for v in leaves if jnp.issubdtype(v.dtype, jnp.floating) and v.ndim == stacked]  # norms have more
         return scales[-1] if scales else None
 
@@ -185,14 +185,14 @@ class Site:
         """
         origin, sparsity = self.origin, self.origin.sparsity
         try:
-            final = sparsity.fwd_rhs.final, sparsity.only(fwd_lhs=sparsity.fwd_lhs.final)
+            final = sparsity.y_w.final, sparsity.only(y_x=sparsity.y_x.final)
         except ValueError as error:
             raise ValueError(f"{origin.name}: {error}") from error
         if final[0] != identity and (origin.several or origin.elsewhere):
             others = ", ".join(origin.elsewhere)
             by = f"it also goes into {others}" if others else "products take it in several layouts"
             raise ValueError(
-                f"{origin.name}: fwd_rhs={sparsity.fwd_rhs} prunes a weight of shape {np.shape(value)} that has no "
+                f"{origin.name}: y_w={sparsity.y_w} prunes a weight of shape {np.shape(value)} that has no "
                 f'single final form, because {by}. Leave it dense: (r"{origin.parameter.path}", "dense").'
             )
         return final
@@ -232,10 +232,10 @@ class Site:
     def unfinished(self, value: Any, final: Any) -> Unfinished:
         """Return what `warn_unfinished` takes: how far the weight is from its final form, and what its inputs say."""
         path, sparsity = self.origin.parameter.path, self.origin.sparsity
-        step, inputs = compared_at(sparsity.fwd_rhs, self.time), (path, inputs_unfinished(sparsity, self.time))
+        step, inputs = compared_at(sparsity.y_w, self.time), (path, inputs_unfinished(sparsity, self.time))
         if step is None or isinstance(final, jax.core.Tracer):
             return [], inputs
-        return [(path, sparsity.fwd_rhs, step, distance(self.now(value), final))], inputs
+        return [(path, sparsity.y_w, step, distance(self.now(value), final))], inputs
 
 
 def context(words: Any, time: Any, state: Any) -> Ctx:
@@ -276,7 +276,7 @@ def gradient_errors(
 
     def forward_only(site: Site) -> Site:
         whole = site.origin.sparsity
-        only = whole.only(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
+        only = whole.only(y_x=whole.y_x, y_w=whole.y_w)
         return replace(site, origin=site.origin._replace(sparsity=only))
 
     exact = gradients(forward_only)
@@ -392,11 +392,11 @@ def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any 
       operand: Where its axes lie.
       state: The state of the layer, if it keeps one.
     """
-    p = sparsity.fwd_rhs.final
+    p = sparsity.y_w.final
     if p == identity:
         return w
-    trained, label = sparsity.fwd_rhs, f"fwd_rhs={p}"
-    ctx = Ctx(state=trained.final_state(slot_state(state, "fwd_rhs")))
+    trained, label = sparsity.y_w, f"y_w={p}"
+    ctx = Ctx(state=trained.final_state(slot_state(state, "y_w")))
     if p.facts.block == trained.facts.block:
         return pruned(label, p, w, operand, ctx)
     # A mask has the shape of training, where axes were merged for the groups of another pruner. No key is read.
@@ -441,7 +441,7 @@ def ended(p: Pruner, step: int) -> bool:
 
 def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
     """Return the step if the pruner of x still changes after it; None if it does not, or if the time is traced."""
-    p = sparsity.fwd_lhs
+    p = sparsity.y_x
     if time is None or not p.phases:
         return None
     first = time.reshape(-1)[0]  # as above

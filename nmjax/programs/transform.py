@@ -133,7 +133,7 @@ class transform(Value):
             if sparsity == Sparsity():
                 return None
             own = ways.setdefault(path, set())
-            own.add(_way(product.parameter, product.op.operands(x.ndim, w.ndim)["fwd_rhs"]))
+            own.add(_way(product.parameter, product.op.operands(x.ndim, w.ndim)["y_w"]))
             refusal = _derived(path, product, w) or self._conflict(path, np.shape(values[path]), sparsity, own)
             if refusal is not None:
                 raise ValueError(f"{path}: {refusal}")
@@ -262,7 +262,7 @@ class transform(Value):
     ) -> str | None:
         """Return the reason why the ways in which products take a parameter exclude each other; None if they do not."""
         axes = {parameter.contracted(shape, operand.contract) for parameter, operand in ways}
-        if len(axes) > 1 and sparsity.fwd_rhs != identity and not self.mask_per_product:
+        if len(axes) > 1 and sparsity.y_w != identity and not self.mask_per_product:
             meant = "" if has_state(sparsity) else ". If each shall have a mask of its own, set mask_per_product=True"
             return (
                 f"products contract different axes of this parameter, of shape {shape}, so each would prune it with "

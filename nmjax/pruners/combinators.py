@@ -223,7 +223,7 @@ class raw(ByParts, SamePattern):
     """Make a backward slot prune the original operand.
 
     Without `raw` it prunes the value that the forward product used. `raw` must be the outermost
-    pruner of ``dlhs_rhs`` or ``drhs_lhs``.
+    pruner of ``dx_w`` or ``dw_x``.
 
     Args:
       p: The pruner.
@@ -233,8 +233,8 @@ class raw(ByParts, SamePattern):
       ValueError: ``p`` is a pruner that must be outermost, such as `ste`.
 
     >>> import nmjax as nm
-    >>> nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), dlhs_rhs=raw(nm.mse(2, 4)))
-    fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
+    >>> nm.Sparsity(y_w=nm.ste(nm.mse(2, 4)), dx_w=raw(nm.mse(2, 4)))
+    y_w=ste(mse(2,4)); dx_w=raw(mse(2,4))
     """
 
     p: Pruner

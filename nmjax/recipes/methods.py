@@ -1,6 +1,6 @@
 """The published methods. Each is a function that returns a `Sparsity`: the pruners of the six slots.
 
-To compose them, replace slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(mse(2, 4)))``.
+To compose them, replace slots: ``dataclasses.replace(s_ste(), dx_g=rescale(mse(2, 4)))``.
 """
 
 from nmjax import pruners
@@ -44,15 +44,15 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
       m: Size of a group.
 
     Returns:
-      A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``y_w`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> ste(2, 4)
-    fwd_rhs=ste(mse(2,4))
+    y_w=ste(mse(2,4))
     """
-    return Sparsity(fwd_rhs=straight(mse(n, m)))
+    return Sparsity(y_w=straight(mse(n, m)))
 
 
 def random_mask(n: int = 2, m: int = 4) -> Sparsity:
@@ -65,15 +65,15 @@ def random_mask(n: int = 2, m: int = 4) -> Sparsity:
       m: Size of a group.
 
     Returns:
-      A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``y_w`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> random_mask(2, 4)
-    fwd_rhs=ste(hold(uniform(2,4,rescale=False)))
+    y_w=ste(hold(uniform(2,4,rescale=False)))
     """
-    return Sparsity(fwd_rhs=straight(hold(uniform(n, m, rescale=False))))
+    return Sparsity(y_w=straight(hold(uniform(n, m, rescale=False))))
 
 
 def sr_ste(n: int = 2, m: int = 4, lam: float | Schedule = 2e-4) -> Sparsity:
@@ -88,15 +88,15 @@ def sr_ste(n: int = 2, m: int = 4, lam: float | Schedule = 2e-4) -> Sparsity:
       lam: Strength of the decay, or a schedule of the step.
 
     Returns:
-      A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``y_w`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> sr_ste(2, 4, lam=6e-5)
-    fwd_rhs=sr_ste(mse(2,4),lam=6e-05)
+    y_w=sr_ste(mse(2,4),lam=6e-05)
     """
-    return Sparsity(fwd_rhs=sr(mse(n, m), lam))
+    return Sparsity(y_w=sr(mse(n, m), lam))
 
 
 def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> Sparsity:
@@ -114,16 +114,16 @@ def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> 
         nearest would bias them.
 
     Returns:
-      A sparsity with ``fwd_rhs`` and ``drhs_g`` set; with ``fp8`` all slots.
+      A sparsity with ``y_w`` and ``dw_g`` set; with ``fp8`` all slots.
 
     Raises:
       ValueError: The gradient is none of the three, or n does not lie between 1 and m.
 
     >>> s_ste()
-    fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
+    y_w=ste(soft(2,4)); dw_g=mvue(2,4)
     >>> s_ste(fp8=True)
-    fwd_lhs=fp8('e4m3'); fwd_rhs=ste(chain(soft(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=fp8('e5m2'); \
-drhs_g=chain(mvue(2,4),fp8('e5m2',rounding='random')); drhs_lhs=fp8('e5m2')
+    y_x=fp8('e4m3'); y_w=ste(chain(soft(2,4),fp8('e4m3'))); dx_g=fp8('e5m2'); dx_w=fp8('e5m2'); \
+dw_g=chain(mvue(2,4),fp8('e5m2',rounding='random')); dw_x=fp8('e5m2')
     """
     if gradient not in ("mvue", "mvue_approx", "dense"):
         raise ValueError(f"s_ste: gradient is 'mvue', 'mvue_approx' or 'dense', got {gradient!r}.")
@@ -133,15 +133,15 @@ drhs_g=chain(mvue(2,4),fp8('e5m2',rounding='random')); drhs_lhs=fp8('e5m2')
     elif gradient == "mvue_approx":
         g = mvue_approx(n, m)
     if not fp8:
-        return Sparsity(fwd_rhs=straight(soft(n, m)), drhs_g=g)
+        return Sparsity(y_w=straight(soft(n, m)), dw_g=g)
     narrow, wide = pruners.fp8("e4m3"), pruners.fp8("e5m2")
     return Sparsity(
-        fwd_lhs=narrow,
-        fwd_rhs=straight(pruners.chain(soft(n, m), narrow)),
-        dlhs_g=wide,
-        dlhs_rhs=wide,
-        drhs_g=wide if g == identity else pruners.chain(g, pruners.fp8("e5m2", "random")),
-        drhs_lhs=wide,
+        y_x=narrow,
+        y_w=straight(pruners.chain(soft(n, m), narrow)),
+        dx_g=wide,
+        dx_w=wide,
+        dw_g=wide if g == identity else pruners.chain(g, pruners.fp8("e5m2", "random")),
+        dw_x=wide,
     )
 
 
@@ -160,21 +160,21 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
         whose gradient has spatial axes, and "group" in all others. If ``select`` is "random", it is not used.
 
     Returns:
-      A sparsity with ``dlhs_g`` set.
+      A sparsity with ``dx_g`` set.
 
     Raises:
       ValueError: An option is none of its values, or n does not lie between 1 and m.
 
     >>> sdgp(2, 4)
-    dlhs_g=rescale(mse(2,4))
+    dx_g=rescale(mse(2,4))
     """
     if select not in ("top", "random"):
         raise ValueError(f"sdgp: select is 'top' or 'random', got {select!r}.")
     if select == "random":
-        return Sparsity(dlhs_g=uniform(n, m, rescale=rescale))
+        return Sparsity(dx_g=uniform(n, m, rescale=rescale))
     if rescale:
-        return Sparsity(dlhs_g=pruners.rescale(mse(n, m), over))
-    return Sparsity(dlhs_g=mse(n, m))
+        return Sparsity(dx_g=pruners.rescale(mse(n, m), over))
+    return Sparsity(dx_g=mse(n, m))
 
 
 def mvue(n: int = 2, m: int = 4) -> Sparsity:
@@ -187,15 +187,15 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
       m: Size of a group.
 
     Returns:
-      A sparsity with ``drhs_g`` set.
+      A sparsity with ``dw_g`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> mvue(1, 2)
-    drhs_g=mvue(1,2)
+    dw_g=mvue(1,2)
     """
-    return Sparsity(drhs_g=unbiased(n, m))
+    return Sparsity(dw_g=unbiased(n, m))
 
 
 def mdgf(n: int, m: int, schedule: Schedule, gradient: str = "ste") -> Sparsity:
@@ -213,16 +213,16 @@ def mdgf(n: int, m: int, schedule: Schedule, gradient: str = "ste") -> Sparsity:
       gradient: "ste" or "autodiff", as in `nmjax.decay`.
 
     Returns:
-      A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``y_w`` set.
 
     Raises:
       ValueError: The gradient is neither of the two, or n does not lie between 1 and m.
 
     >>> from nmjax.pruners.schedules import linear
     >>> mdgf(1, 8, linear(1, 0, 700, begin=100))
-    fwd_rhs=decay(mse(1,8),linear(1.0,0.0,700,begin=100))
+    y_w=decay(mse(1,8),linear(1.0,0.0,700,begin=100))
     """
-    return Sparsity(fwd_rhs=decay(mse(n, m), schedule, gradient))
+    return Sparsity(y_w=decay(mse(n, m), schedule, gradient))
 
 
 def sdgf(
@@ -244,14 +244,14 @@ def sdgf(
       k: The first multiple of "geometric", a power of two: 16 in the paper, 8 in its code.
 
     Returns:
-      A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``y_w`` set.
 
     Raises:
       ValueError: The kind is neither of the two, k is no power of two, ``dense`` or ``finetune`` is negative,
         or the steps do not suffice for the patterns.
 
     >>> sdgf(1, 8, steps=400)
-    fwd_rhs=ste(stages(((0,mse(7,8)),(100,mse(4,8)),(200,mse(2,8)),(300,mse(1,8)))))
+    y_w=ste(stages(((0,mse(7,8)),(100,mse(4,8)),(200,mse(2,8)),(300,mse(1,8)))))
     """
     patterns = [*_looser(n, m, kind, k), (n, m)]
     span = steps - dense - finetune
@@ -264,7 +264,7 @@ def sdgf(
         )
     rows: list[tuple[int, Pruner]] = [(0, identity)] if dense else []
     rows += [(dense + span * i // len(patterns), mse(*pattern)) for i, pattern in enumerate(patterns)]
-    return Sparsity(fwd_rhs=straight(pruners.stages(tuple(rows))))
+    return Sparsity(y_w=straight(pruners.stages(tuple(rows))))
 
 
 def _looser(n: int, m: int, kind: str, k: int) -> list[tuple[int, int]]:
@@ -298,24 +298,24 @@ def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: 
       dense_from: First step of the dense tail, 5/6 of training in the paper; None is no tail.
 
     Returns:
-      A sparsity with ``fwd_rhs`` and ``drhs_g`` set.
+      A sparsity with ``y_w`` and ``dw_g`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> fst()
-    fwd_rhs=sr_ste(hold(transposable(2,4),every=40),lam=6e-05); drhs_g=mvue_approx(2,4)
-    >>> fst(lam=0, dense_from=250).drhs_g
+    y_w=sr_ste(hold(transposable(2,4),every=40),lam=6e-05); dw_g=mvue_approx(2,4)
+    >>> fst(lam=0, dense_from=250).dw_g
     stages(((0,mvue_approx(2,4)),(250,identity)))
     """
     mask = pruners.hold(transposable(n, m), every)
     weight: Pruner = sr(mask, lam) if lam else straight(mask)
     g: Pruner = mvue_approx(n, m) if n == 2 else unbiased(n, m)
     if dense_from is None:
-        return Sparsity(fwd_rhs=weight, drhs_g=g)
+        return Sparsity(y_w=weight, dw_g=g)
     return Sparsity(
-        fwd_rhs=pruners.stages(((0, weight), (dense_from, identity))),
-        drhs_g=pruners.stages(((0, g), (dense_from, identity))),
+        y_w=pruners.stages(((0, weight), (dense_from, identity))),
+        dw_g=pruners.stages(((0, g), (dense_from, identity))),
     )
 
 
@@ -333,15 +333,15 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
       draws: Number of random orders that are tried.
 
     Returns:
-      A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
+      A sparsity with ``y_w`` and ``dx_w`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> bi_mask()
-    fwd_rhs=sr_ste(mse(2,4)); dlhs_rhs=permute(mse(2,4))
+    y_w=sr_ste(mse(2,4)); dx_w=permute(mse(2,4))
     """
-    return Sparsity(fwd_rhs=sr(mse(n, m), lam), dlhs_rhs=pruners.permute(mse(n, m), every, draws))
+    return Sparsity(y_w=sr(mse(n, m), lam), dx_w=pruners.permute(mse(n, m), every, draws))
 
 
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
@@ -355,15 +355,15 @@ def bdwp(n: int = 2, m: int = 4) -> Sparsity:
       m: Size of a group.
 
     Returns:
-      A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
+      A sparsity with ``y_w`` and ``dx_w`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> bdwp()
-    fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
+    y_w=ste(mse(2,4)); dx_w=raw(mse(2,4))
     """
-    return Sparsity(fwd_rhs=straight(mse(n, m)), dlhs_rhs=pruners.raw(mse(n, m)))
+    return Sparsity(y_w=straight(mse(n, m)), dx_w=pruners.raw(mse(n, m)))
 
 
 def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
@@ -381,21 +381,21 @@ def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
         gradient, which is zero wherever the ReLU was, along features for dx and along tokens for dw.
 
     Returns:
-      A sparsity with ``fwd_lhs`` and ``drhs_lhs`` set, or ``dlhs_g`` and ``drhs_g``.
+      A sparsity with ``y_x`` and ``dw_x`` set, or ``dx_g`` and ``dw_g``.
 
     Raises:
       ValueError: The layer is neither of the two, or n does not lie between 1 and m.
 
     >>> activation()
-    fwd_lhs=mse(2,4); drhs_lhs=mse(2,4)
+    y_x=mse(2,4); dw_x=mse(2,4)
     >>> activation(layer="up")
-    dlhs_g=mse(2,4); drhs_g=mse(2,4)
+    dx_g=mse(2,4); dw_g=mse(2,4)
     """
     p: Pruner = mse(n, m)
     if layer == "down":
-        return Sparsity(fwd_lhs=p, drhs_lhs=p)
+        return Sparsity(y_x=p, dw_x=p)
     if layer == "up":
-        return Sparsity(dlhs_g=p, drhs_g=p)
+        return Sparsity(dx_g=p, dw_g=p)
     raise ValueError(f"activation: layer is 'down' or 'up', got {layer!r}.")
 
 
@@ -409,12 +409,12 @@ def top_gradient(n: int = 2, m: int = 4) -> Sparsity:
       m: Size of a group.
 
     Returns:
-      A sparsity with ``drhs_g`` set.
+      A sparsity with ``dw_g`` set.
 
     Raises:
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> top_gradient()
-    drhs_g=mse(2,4)
+    dw_g=mse(2,4)
     """
-    return Sparsity(drhs_g=mse(n, m))
+    return Sparsity(dw_g=mse(n, m))

@@ -35,7 +35,7 @@ class Recipe(Value):
 
     >>> recipe = Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)")))
     >>> recipe("blocks/0/mlp/up"), recipe("blocks/0/attention/out"), recipe("head")
-    (fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4), dense, dense)
+    (y_w=ste(soft(2,4)); dw_g=mvue(2,4), dense, dense)
     >>> Recipe({r".*/attention/.*": "dense", r"blocks/.*": "s_ste(2,4)"}) == recipe
     True
     """
@@ -63,7 +63,7 @@ class Recipe(Value):
         If no rule matches either, the nearest module above them that a rule matches decides.
 
         >>> Recipe({"embed/table": "dense", "embed": "ste()", "blocks": "mvue()"}).of_parameter("blocks/0/matrix")
-        drhs_g=mvue(2,4)
+        dw_g=mvue(2,4)
         """
         around = path.rpartition("/")[0]
         rows = [row for row in map(self.row, (path, around)) if row is not None]
@@ -145,7 +145,7 @@ class Recipe(Value):
           ValueError: A pattern is no regular expression, or a text is neither a name in the table nor a sparsity.
 
         >>> Recipe.named(((r".*/mlp/.*", "mlp"), (r".*", "dense")), {"mlp": "ste(2,4)"})
-        Recipe((('.*/mlp/.*',fwd_rhs=ste(mse(2,4))),('.*',dense)))
+        Recipe((('.*/mlp/.*',y_w=ste(mse(2,4))),('.*',dense)))
         """
         return cls(tuple(_rule(rule, sparsity) for rule in _pairs(rules)), backend)
 
@@ -200,9 +200,7 @@ def _rule(rule: tuple[Any, Any], table: Mapping[str, str] | None = None) -> tupl
         except ValueError as error:
             raise ValueError(f"rule {pattern!r}: {error}{hint}") from None
     if not isinstance(sparsity, Sparsity):
-        in_slot = (
-            f" A pruner stands in a slot: nm.Sparsity(fwd_rhs={sparsity!r})." if isinstance(sparsity, Pruner) else ""
-        )
+        in_slot = f" A pruner stands in a slot: nm.Sparsity(y_w={sparsity!r})." if isinstance(sparsity, Pruner) else ""
         raise TypeError(
             f"rule {pattern!r} takes a Sparsity or its text, as 's_ste(2,4)', got {told(sparsity)}.{in_slot}"
         )

@@ -4,17 +4,17 @@ The grammar is Python's own: calls of known names, numbers, strings and tuples. 
 method with slots replaced::
 
     s_ste(2,4)
-    fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
-    s_ste(); drhs_g=identity
+    y_w=ste(mse(2,4)); dw_g=mvue(2,4)
+    s_ste(); dw_g=identity
 
 ``else dense`` after a method, or after a slot, leaves dense what cannot be pruned::
 
     s_ste(2,4) else dense
-    ste(2,4); drhs_g=mvue(2,4) else dense
+    ste(2,4); dw_g=mvue(2,4) else dense
 
 One thing is not Python's: ``module:name`` names a pruner, a schedule or a method of another module::
 
-    drhs_g=mylab.pruners:above(0.5,4)
+    dw_g=mylab.pruners:above(0.5,4)
 """
 
 import ast
@@ -111,8 +111,8 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
       ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
       TypeError: The text is not a str.
 
-    >>> parse("s_ste(2,4); dlhs_g=rescale(mse(2,4))")
-    fwd_rhs=ste(soft(2,4)); dlhs_g=rescale(mse(2,4)); drhs_g=mvue(2,4)
+    >>> parse("s_ste(2,4); dx_g=rescale(mse(2,4))")
+    y_w=ste(soft(2,4)); dx_g=rescale(mse(2,4)); dw_g=mvue(2,4)
     """
     source = _source(text, foreign)
     parts = [part for part in map(str.strip, _pieces(text)) if part]
@@ -129,9 +129,9 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
             raise ValueError(f"{text!r}: the slot is written {slot!r}, with an underscore.")
         if equals and slot.isidentifier():
             if slot not in SLOTS:
-                raise ValueError(
-                    f"{text!r}: no slot is called {slot!r}{_nearest(slot, SLOTS)} The slots are {', '.join(SLOTS)}."
-                )
+                of_product = " or ".join(repr(name) for name in SLOTS if name.startswith(f"{slot}_"))
+                near = f"; did you mean {of_product}?" if of_product else _nearest(slot, SLOTS)
+                raise ValueError(f"{text!r}: no slot is called {slot!r}{near} The slots are {', '.join(SLOTS)}.")
             if slot in slots:
                 raise ValueError(f"{text!r} fills {slot} twice.")
             slots[slot] = parse_pruner(value, foreign=foreign)
@@ -142,7 +142,7 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
         elif i == 0:
             method = _method(part, source)
         else:
-            raise ValueError(f"{text!r}: write at most one method, before the slots: 's_ste(2,4); dlhs_g=mse(2,4)'.")
+            raise ValueError(f"{text!r}: write at most one method, before the slots: 's_ste(2,4); dx_g=mse(2,4)'.")
     return _replaced(method, slots, whole or tuple(alone))
 
 
@@ -195,7 +195,7 @@ def _method(part: str, source: _Source) -> Sparsity:
     method = _value(part, "method", source)
     if not isinstance(method, Sparsity):
         raise ValueError(
-            f"{source.text!r} is {show(method)}: neither a method, as s_ste(2,4), nor a slot, as drhs_g=mvue(2,4)."
+            f"{source.text!r} is {show(method)}: neither a method, as s_ste(2,4), nor a slot, as dw_g=mvue(2,4)."
         )
     return method
 
@@ -233,14 +233,20 @@ def _read(part: str, kind: str, source: _Source) -> Any:
     tree, source = _tree(source, kind)
     name = _name(tree.func if isinstance(tree, ast.Call) else tree, source)
     if kind == "method" and name in PRUNERS and name not in METHODS:
-        raise ValueError(f"{part!r}: {name} is a pruner, which stands in a slot: 'drhs_g=...'.")
+        raise ValueError(f"{part!r}: {name} is a pruner, which stands in a slot: 'dw_g=...'.")
     if kind == "pruner" and name in METHODS and name not in PRUNERS:
         raise ValueError(f"{part!r}: {name} is a method, but a slot takes a pruner.")
+    number_first = isinstance(tree, ast.Call) and tree.args[:1] and isinstance(tree.args[0], ast.Constant)
+    if kind == "pruner" and number_first and name in METHODS and "p" in inspect.signature(PRUNERS[name]).parameters:
+        raise ValueError(
+            f"{part!r}: in a slot, {name} is the estimator and takes a pruner: '{name}(mse(2,4))'. "
+            f"The method {name} stands alone: '{name}(2,4)'."
+        )
     if kind == "method" and isinstance(tree, ast.Call) and any(_names_pruner(a, source) for a in tree.args):
         if name in PRUNERS:
-            raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'fwd_rhs={part}'.")
+            raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'y_w={part}'.")
         if name in METHODS:
-            hint = f"Write numbers, as in {name}(2,4), or a pruner in a slot, as in 'fwd_rhs=mse(2,4)'."
+            hint = f"Write numbers, as in {name}(2,4), or a pruner in a slot, as in 'y_w=mse(2,4)'."
             raise ValueError(f"{part!r}: the method {name} takes no pruner. {hint}")
     return _build(tree, kind, source)
 

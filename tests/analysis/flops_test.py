@@ -75,7 +75,7 @@ def test_vit_costs_what_the_paper_says(text):
     dense, left = plan.forward
     assert round(dense / 1e9, 2) == 34.71
     assert round(left / 1e9, 2) == VIT.get(text, 34.71)
-    share = nm.parse(text).fwd_rhs.kept()
+    share = nm.parse(text).y_w.kept()
     assert left == 2 * 196 * 768 * 12 * (4 * 768 + 2 * 196 + 2 * 3072 * share)
     assert plan.elsewhere == 2 * 196 * 768 * 12 * 2 * 196  # logits and what attends
     assert plan.training == (3 * dense, 3 * dense - (dense - left))  # a mask along inputs saves nothing in dx and dw
@@ -187,8 +187,8 @@ def dot(x):
         (lambda x: lax.while_loop(lambda c: dot(c)[0, 0] > 0, dot, x), 2),  # one turn, and its condition
         (jax.checkpoint(lambda x: dot(dot(x))), 2),
         (lambda x: jax.checkpoint(dot, policy=jax.checkpoint_policies.nothing_saveable)(x), 1),
-        (lambda x: nm.einsum("ti,io->to", x, x, sparsity=nm.parse("s_ste(2,4); dlhs_g=mse(2,4)"),
-                             ctx=nm.Ctx(key=0, state={"fwd_rhs": jnp.float32(1)})), 1),
+        (lambda x: nm.einsum("ti,io->to", x, x, sparsity=nm.parse("s_ste(2,4); dx_g=mse(2,4)"),
+                             ctx=nm.Ctx(key=0, state={"y_w": jnp.float32(1)})), 1),
         (lambda x: lax.ragged_dot(x, jnp.ones((3, 4, 4)), jnp.array([1, 0, 3])), 1),
         (jnp.sin, 0),
     ],
@@ -291,9 +291,7 @@ class above(nm.Pruner):
 )
 def test_zeros_without_a_pattern_save_nothing(p, share):
     assert p.kept() == share
-    assert nm.flops.effective(nm.Sparsity(drhs_g=p) if not p.facts.gradient_rule else nm.Sparsity(fwd_rhs=p)).count(
-        share
-    )
+    assert nm.flops.effective(nm.Sparsity(dw_g=p) if not p.facts.gradient_rule else nm.Sparsity(y_w=p)).count(share)
     assert p.kept(step=9) in (share, 1)
 
 
@@ -329,17 +327,17 @@ LEFT = {
     "activation(2,4,'up')": (1, 1 / 2, 1 / 2),
     "top_gradient(2,4)": (1, 1, 1 / 2),
     # of two operands the sparser counts, of a chain the sparsest
-    "fwd_lhs=mse(2,8); fwd_rhs=ste(mse(2,4))": (1 / 4, 1, 1),
-    "drhs_g=mse(2,4); drhs_lhs=mse(1,4); dlhs_g=mse(3,4); dlhs_rhs=mse(2,4)": (1, 1 / 2, 1 / 4),
-    "fwd_rhs=ste(chain(mse(2,4),mse(1,8),fp8('e4m3')))": (1 / 8, 1, 1),
+    "y_x=mse(2,8); y_w=ste(mse(2,4))": (1 / 4, 1, 1),
+    "dw_g=mse(2,4); dw_x=mse(1,4); dx_g=mse(3,4); dx_w=mse(2,4)": (1, 1 / 2, 1 / 4),
+    "y_w=ste(chain(mse(2,4),mse(1,8),fp8('e4m3')))": (1 / 8, 1, 1),
     # dx is left with less where it has a weight that is n:m along both of its axes
-    "fwd_rhs=ste(transposable(2,4)); dlhs_rhs=fp8('e5m2')": (1 / 2, 1 / 2, 1),
-    "fwd_rhs=ste(chain(transposable(2,4),fp8('e4m3'))); dlhs_rhs=mse(1,4)": (1 / 2, 1 / 4, 1),
-    "fwd_rhs=ste(transposable(2,4)); dlhs_rhs=raw(fp8('e5m2'))": (1 / 2, 1, 1),
-    "fwd_rhs=ste(chain(transposable(2,4),mse(1,8)))": (1 / 8, 1 / 2, 1),
-    "fwd_rhs=decay(hold(transposable(1,4)),linear(1,0,9)); dlhs_g=mse(2,4)": (1 / 4, 1 / 4, 1),
-    "fwd_rhs=ste(mse(4,4)); drhs_g=fp8('e5m2')": (1, 1, 1),
-    "fwd_rhs=ste(stages(((0,mse(1,8)),(9,transposable(2,4)))))": (1 / 8, 1 / 2, 1),
+    "y_w=ste(transposable(2,4)); dx_w=fp8('e5m2')": (1 / 2, 1 / 2, 1),
+    "y_w=ste(chain(transposable(2,4),fp8('e4m3'))); dx_w=mse(1,4)": (1 / 2, 1 / 4, 1),
+    "y_w=ste(transposable(2,4)); dx_w=raw(fp8('e5m2'))": (1 / 2, 1, 1),
+    "y_w=ste(chain(transposable(2,4),mse(1,8)))": (1 / 8, 1 / 2, 1),
+    "y_w=decay(hold(transposable(1,4)),linear(1,0,9)); dx_g=mse(2,4)": (1 / 4, 1 / 4, 1),
+    "y_w=ste(mse(4,4)); dw_g=fp8('e5m2')": (1, 1, 1),
+    "y_w=ste(stages(((0,mse(1,8)),(9,transposable(2,4)))))": (1 / 8, 1 / 2, 1),
 }
 
 
@@ -362,8 +360,8 @@ def test_of_every_method_it_is_known_what_it_leaves():
         ("sdgf(2,4,steps=100,dense=20)", {19: (1, 1, 1), 20: (3 / 4, 1, 1), 60: (1 / 2, 1, 1)}),
         ("sdgf(1,4,kind='geometric',steps=100,k=4)", {0: (1 / 4, 1, 1), 50: (1 / 4, 1, 1)}),
         ("fst(dense_from=250)", {0: (1 / 2,) * 3, 249: (1 / 2,) * 3, 250: (1, 1, 1)}),
-        ("fwd_rhs=ste(stages(((0,mse(2,4)),(9,transposable(2,4)))))", {8: (1 / 2, 1, 1), 9: (1 / 2, 1 / 2, 1)}),
-        ("fwd_rhs=stages(((0,decay(mse(2,4),linear(1,0,4))),(9,ste(mse(1,4)))))",
+        ("y_w=ste(stages(((0,mse(2,4)),(9,transposable(2,4)))))", {8: (1 / 2, 1, 1), 9: (1 / 2, 1 / 2, 1)}),
+        ("y_w=stages(((0,decay(mse(2,4),linear(1,0,4))),(9,ste(mse(1,4)))))",
          {3: (1, 1, 1), 4: (1 / 2, 1, 1), 9: (1 / 4, 1, 1)}),
         ("s_ste(2,4)", {0: (1 / 2, 1, 1 / 2)}),
     ],
@@ -376,7 +374,7 @@ def test_what_a_schedule_leaves_at_a_step(text, at):
 
 def test_over_a_run_what_changes_is_averaged():
     """Dense for 300 steps, half for 100, an eighth for 100. With 200 samples the mean is within 1/200."""
-    sparsity = nm.parse("fwd_rhs=stages(((0,ste(mse(4,4))),(300,ste(mse(2,4))),(400,ste(mse(1,8)))))")
+    sparsity = nm.parse("y_w=stages(((0,ste(mse(4,4))),(300,ste(mse(2,4))),(400,ste(mse(1,8)))))")
     left = (300 + 50 + 12.5) / 500
     assert over(sparsity, 500) == pytest.approx((left, 1, 1), abs=1 / 200)
     assert over(nm.parse("fst(dense_from=3)"), 4) == (5 / 8,) * 3
@@ -407,12 +405,12 @@ def test_what_is_saved_is_there(text):
         p = getattr(sparsity, slot)
         return np.asarray(pruned(slot, p, value, Operand((axis,), (1 - axis,), ()), slot_context(ctx, slot))), axis
 
-    (x_forward, _), (w_forward, _) = forward = operand("fwd_lhs", x, 1), operand("fwd_rhs", w, 0)
-    w_back = w if isinstance(sparsity.dlhs_rhs, nm.raw) else jnp.asarray(w_forward)
+    (x_forward, _), (w_forward, _) = forward = operand("y_x", x, 1), operand("y_w", w, 0)
+    w_back = w if isinstance(sparsity.dx_w, nm.raw) else jnp.asarray(w_forward)
     products = (
         forward,
-        (operand("dlhs_g", g, 1), operand("dlhs_rhs", w_back, 1)),
-        (operand("drhs_g", g, 0), operand("drhs_lhs", jnp.asarray(x_forward), 0)),
+        (operand("dx_g", g, 1), operand("dx_w", w_back, 1)),
+        (operand("dw_g", g, 0), operand("dw_x", jnp.asarray(x_forward), 0)),
     )
     left = effective(sparsity)
     assert min(left) < 1
@@ -445,7 +443,7 @@ def test_only_the_patches_of_a_vit_read_data(scan):
 
 def test_a_pruned_dx_that_is_not_computed_counts_nothing():
     """By hand: a product of 2 * 16 * 8 * 4 FLOPs. dx would be 2:4."""
-    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "dlhs_g=mvue(2,4)"}))
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "dx_g=mvue(2,4)"}))
     plan = nm.nnx.plan(model, shape(16, 8))
     assert plan.over(1) == (3 * 1024, 2.5 * 1024)
     assert plan.over(1, data_gradients=False) == (2 * 1024, 2 * 1024)

@@ -178,7 +178,7 @@ def test_several_axes_are_flattened_as_products_do(axes):
     assert int(metrics.violations(x, Pattern(2, 4, axes))) == broken(x, 2, 4, axes[-2:]) > 0
     w = whole(1, 2, 6, 5)
     y, back = jax.vjp(lambda w: nm.einsum("tabc,abc->t", jnp.ones((1, 2, 6, 5)), w, sparsity=nm.methods.ste(2, 4)), w)
-    product = pruning.pruned("fwd_rhs", nm.mse(2, 4), w, pruning.Operand((0, 1, 2), (), ()), nm.Ctx())
+    product = pruning.pruned("y_w", nm.mse(2, 4), w, pruning.Operand((0, 1, 2), (), ()), nm.Ctx())
     assert int(metrics.violations(w, Pattern(2, 4, (0, 1, 2)))) > 0
     assert int(metrics.violations(product, Pattern(2, 4, (0, 1, 2)))) == 0
     assert float(y[0]) == float(product.sum())
@@ -309,8 +309,8 @@ MANY = {f"layer_{i}": {"kernel": jnp.ones((4, 4))} for i in range(30)}
         (lambda: metrics.error([jnp.ones((2, 3))], jnp.ones(3)), "draws are a tree like exact"),
         (lambda: metrics.pruned_error(nm.mse(2, 4), jnp.ones(6)), "do not divide into groups of 4"),
         (lambda: gradient("s_ste(2,4)"), "keeps state between steps and was given none"),
-        (lambda: gradient("fwd_lhs=ste(mvue(2,4)); drhs_g=mvue(2,4)"), r"fwd_lhs=ste\(mvue\(2,4\)\).*if a forward slot draws, no dw is the exact one"),
-        (lambda: gradient("drhs_g=mvue(2,5)"), r"drhs_g=mvue\(2,5\) prunes an array of shape \(8, 4\)"),
+        (lambda: gradient("y_x=ste(mvue(2,4)); dw_g=mvue(2,4)"), r"y_x=ste\(mvue\(2,4\)\).*if a forward slot draws, no dw is the exact one"),
+        (lambda: gradient("dw_g=mvue(2,5)"), r"dw_g=mvue\(2,5\) prunes an array of shape \(8, 4\)"),
     ],
 )  # fmt: skip
 def test_errors_say_what_to_write(call, message):
@@ -469,7 +469,7 @@ def test_top_gradient_against_numpy(tokens):
     assert got.bias > 0.05
 
 
-@pytest.mark.parametrize("sparsity", ["dense()", "sr_ste(2,4); dlhs_g=mvue(2,4)", "fwd_lhs=ste(mse(2,4))"])
+@pytest.mark.parametrize("sparsity", ["dense()", "sr_ste(2,4); dx_g=mvue(2,4)", "y_x=ste(mse(2,4))"])
 def test_no_error_without_pruning_in_dw(sparsity):
     np.testing.assert_allclose(gradient(sparsity), [0, 0, 0, 1], rtol=1e-6, atol=1e-7)  # one dw is fused, the other not
 
@@ -486,7 +486,7 @@ def test_mvue_of_the_gradient_by_its_closed_form():
     assert abs(got.cosine - 30 / np.sqrt(mean_square)) < 1e-3
 
 
-UNBIASED_DW = ["mvue(2,4)", "drhs_g=mvue(1,4); drhs_lhs=mvue(2,4)", "sr_ste(2,4); drhs_lhs=raw(mvue(2,4))"]
+UNBIASED_DW = ["mvue(2,4)", "dw_g=mvue(1,4); dw_x=mvue(2,4)", "sr_ste(2,4); dw_x=raw(mvue(2,4))"]
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_unbiased_dw_has_no_more_bias_than_noise(sparsity, dtype):
     assert got.noise > 0.01
 
 
-@pytest.mark.parametrize("sparsity", ["drhs_g=chain(mvue(3,4),mse(2,4))", "drhs_g=mvue(2,4); drhs_lhs=mse(2,4)"])
+@pytest.mark.parametrize("sparsity", ["dw_g=chain(mvue(3,4),mse(2,4))", "dw_g=mvue(2,4); dw_x=mse(2,4)"])
 def test_biased_dw_has_more_bias_than_noise(sparsity):
     got = gradient(sparsity, (4, 32), 32, 32, draws=64)
     assert got.bias > 2 * got.noise > 0.01
@@ -512,7 +512,7 @@ def test_only_dw_is_judged():
 
 
 def test_gradient_errors_differ_by_key_and_share_a_step():
-    late = "drhs_g=stages(((0,identity),(10,mvue(2,4))))"
+    late = "dw_g=stages(((0,identity),(10,mvue(2,4))))"
     assert gradient(late).variance == 0
     assert gradient(late, step=10).variance > 0
     assert gradient("mvue(2,4)") == gradient("mvue(2,4)", key=0)
@@ -544,7 +544,7 @@ def test_variance_of_gradients_beside_a_large_mean():
 
 # ---- under jit, and on four devices ----
 
-SPARSITY = nm.parse("drhs_g=mvue(2,4)")
+SPARSITY = nm.parse("dw_g=mvue(2,4)")
 MEASURES = {
     "density": lambda x, y: metrics.density({"x": x, "y": y}),
     "sad": lambda x, y: metrics.sad({"x": x > 0, "y": y > 0}, {"x": y > 0, "y": x > 1}),
@@ -623,4 +623,4 @@ def test_all_pairs_of_flips_are_a_metric():
 def test_the_error_of_a_slot_that_may_be_dense():
     x, w, g = jnp.ones((4, 2)), jnp.ones((2, 3)), jnp.arange(12.0).reshape(4, 3)
     error = lambda text: metrics.gradient_error(nm.parse(text), x, w, g)
-    assert error("drhs_g=mse(2,4) else dense") == error("drhs_g=mse(2,4)")
+    assert error("dw_g=mse(2,4) else dense") == error("dw_g=mse(2,4)")

@@ -45,10 +45,7 @@ def mlp(text, width=16, hidden=32):
 
 # ---- rows ----
 
-EVERY = (
-    "fwd_lhs=ste(mse(2,8)); fwd_rhs=ste(mse(1,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(1,2); "
-    "drhs_lhs=mse(2,4)"
-)
+EVERY = "y_x=ste(mse(2,8)); y_w=ste(mse(1,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); dw_g=mvue(1,2); dw_x=mse(2,4)"
 
 
 def test_every_slot_of_a_layer():
@@ -59,12 +56,12 @@ def test_every_slot_of_a_layer():
     assert (up.kind, up.kernel, up.sparsity) == ("Linear", (16, 32), nm.parse(EVERY))
     x, w, g = 2 * 12 * 16, 16 * 32, 2 * 12 * 32
     assert [(s.name, str(s.pruner), s.along, s.groups, s.refused) for s in up.slots] == [
-        ("fwd_lhs", "ste(mse(2,8))", (16,), x // 8, None),
-        ("fwd_rhs", "ste(mse(1,4))", (16,), w // 4, None),
-        ("dlhs_g", "mvue(2,4)", (32,), g // 4, None),
-        ("dlhs_rhs", "raw(mse(2,4))", (32,), w // 4, None),
-        ("drhs_g", "mvue(1,2)", (2, 12), g // 2, None),
-        ("drhs_lhs", "mse(2,4)", (2, 12), x // 4, None),
+        ("y_x", "ste(mse(2,8))", (16,), x // 8, None),
+        ("y_w", "ste(mse(1,4))", (16,), w // 4, None),
+        ("dx_g", "mvue(2,4)", (32,), g // 4, None),
+        ("dx_w", "raw(mse(2,4))", (32,), w // 4, None),
+        ("dw_g", "mvue(1,2)", (2, 12), g // 2, None),
+        ("dw_x", "mse(2,4)", (2, 12), x // 4, None),
     ]
     assert up.flops == down.flops == 2 * 2 * 12 * 16 * 32
     assert up.shares == (1 / 4, 1 / 2, 1 / 2)
@@ -79,33 +76,33 @@ def test_every_slot_of_a_layer():
     ("make", "inputs", "along", "groups"),
     [
         (lambda r: nnx.LinearGeneral((4, 8), (2, 12), axis=(-2, -1), rngs=r), (8, 4, 8),
-         {"fwd_rhs": (4, 8), "dlhs_g": (2, 12), "drhs_g": (8,)},
-         {"fwd_rhs": 4 * 8 * 24, "dlhs_g": 8 * 24, "drhs_g": 8 * 24}),
+         {"y_w": (4, 8), "dx_g": (2, 12), "dw_g": (8,)},
+         {"y_w": 4 * 8 * 24, "dx_g": 8 * 24, "dw_g": 8 * 24}),
         (lambda r: nnx.LinearGeneral(16, 8, axis=-1, batch_axis={0: 3}, rngs=r), (3, 8, 16),
-         {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (8,)},
-         {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 8 * 8, "drhs_g": 3 * 8 * 8}),
+         {"y_w": (16,), "dx_g": (8,), "dw_g": (8,)},
+         {"y_w": 3 * 16 * 8, "dx_g": 3 * 8 * 8, "dw_g": 3 * 8 * 8}),
         (lambda r: nnx.Einsum("eti,eio->eto", (3, 16, 8), rngs=r), (3, 12, 16),
-         {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (12,)},
-         {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 12 * 8, "drhs_g": 3 * 12 * 8}),
+         {"y_w": (16,), "dx_g": (8,), "dw_g": (12,)},
+         {"y_w": 3 * 16 * 8, "dx_g": 3 * 12 * 8, "dw_g": 3 * 12 * 8}),
         (lambda r: nnx.Conv(16, 8, (3, 3), strides=2, feature_group_count=2, rngs=r), (4, 7, 7, 16),
-         {"fwd_rhs": (8,), "dlhs_g": (8,), "drhs_g": (4, 4, 4)},
-         {"fwd_rhs": 9 * 8 * 8, "dlhs_g": 4 * 4 * 4 * 8, "drhs_g": 4 * 4 * 4 * 8}),
+         {"y_w": (8,), "dx_g": (8,), "dw_g": (4, 4, 4)},
+         {"y_w": 9 * 8 * 8, "dx_g": 4 * 4 * 4 * 8, "dw_g": 4 * 4 * 4 * 8}),
         (lambda r: nnx.Conv(16, 8, 3, padding="VALID", rngs=r), (2, 10, 16),
-         {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (2, 8)},
-         {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 2 * 8 * 8, "drhs_g": 2 * 8 * 8}),
+         {"y_w": (16,), "dx_g": (8,), "dw_g": (2, 8)},
+         {"y_w": 3 * 16 * 8, "dx_g": 2 * 8 * 8, "dw_g": 2 * 8 * 8}),
     ],
     ids=["general", "batched", "experts", "grouped conv", "conv1d"],
 )  # fmt: skip
 def test_layers_of_every_kind(make, inputs, along, groups):
-    model = abstract(lambda: make(nnx.Rngs(0)), (".*", "ste(1,4); dlhs_g=mse(2,4); drhs_g=mse(2,4)"))
+    model = abstract(lambda: make(nnx.Rngs(0)), (".*", "ste(1,4); dx_g=mse(2,4); dw_g=mse(2,4)"))
     (layer,) = nm.nnx.plan(model, shape(*inputs)).layers
     assert layer.path == ""
     assert {s.name: s.along for s in layer.slots} == along
     assert {s.name: 4 * s.groups for s in layer.slots} == groups
     assert {s.name: (s.along, s.groups) for s in nm.nnx.plan(model).layers[0].slots} == {
-        "fwd_rhs": (along["fwd_rhs"], groups["fwd_rhs"] // 4),
-        "dlhs_g": (along["dlhs_g"], None),
-        "drhs_g": ((), None),
+        "y_w": (along["y_w"], groups["y_w"] // 4),
+        "dx_g": (along["dx_g"], None),
+        "dw_g": ((), None),
     }
 
 
@@ -121,9 +118,9 @@ def test_a_stack_has_the_groups_and_the_flops_of_all_its_layers():
 
 def test_rounding_has_no_groups():
     (layer,) = nm.nnx.plan(
-        abstract(lambda: nnx.Linear(6, 5, rngs=nnx.Rngs(0)), ("", "fwd_lhs=fp8('e4m3')")), shape(7, 6)
+        abstract(lambda: nnx.Linear(6, 5, rngs=nnx.Rngs(0)), ("", "y_x=fp8('e4m3')")), shape(7, 6)
     ).layers
-    assert [str(slot) for slot in layer.slots] == ["fwd_lhs=fp8('e4m3')"]
+    assert [str(slot) for slot in layer.slots] == ["y_x=fp8('e4m3')"]
     assert layer.shares == (1, 1, 1)
 
 
@@ -222,7 +219,7 @@ def test_a_recipe_lists_what_sparsify_refuses():
         def __call__(self, x):
             return self.plain(self.normed(self.own(self.odd(x))))
 
-    rules = ((r"odd|own|normed/.*", "dlhs_g=mse(2,4); fwd_rhs=ste(mse(2,4))"), (r"plain", "ste(2,4)"))
+    rules = ((r"odd|own|normed/.*", "dx_g=mse(2,4); y_w=ste(mse(2,4))"), (r"plain", "ste(2,4)"))
     with pytest.raises(ValueError, match="The recipe cannot be carried out") as refused:
         nm.nnx.sparsify(Model(nnx.Rngs(0)), nm.Recipe(rules))
     plan = nm.nnx.plan(Model(nnx.Rngs(0)), nm.Recipe((*rules, ("plian", "ste(2,4)"))), shape(4, 16))
@@ -238,7 +235,7 @@ def test_a_recipe_lists_what_sparsify_refuses():
     by_path = {layer.path: layer for layer in plan.layers}
     for path in ("own", "normed/layer_instance"):
         assert (by_path[path].sparsity, by_path[path].runs) == (nm.parse(rules[0][1]), ())
-        assert [slot.name for slot in by_path[path].slots if slot.refused] == ["fwd_rhs", "dlhs_g"]
+        assert [slot.name for slot in by_path[path].slots if slot.refused] == ["y_w", "dx_g"]
     assert by_path["plain"].shares == (0.5, 1, 1)
     assert "1 of 4 layers pruned, 3 refused" in repr(plan)
     assert "REFUSED in the rule 'plian'" in repr(plan)
@@ -469,7 +466,7 @@ def test_the_norm_that_a_plan_names_is_the_one_of_the_product(name):
     x, w = draw(0, lhs), draw(1, rhs)
 
     def computed(slot, over):
-        rule = "ste(%s)" if slot.startswith("fwd") else "%s"
+        rule = "ste(%s)" if slot.startswith("y_") else "%s"
         sparsity = nm.parse(f"{slot}={rule % f'rescale(mse(2,4),{over!r})'}")
         y, back = jax.vjp(lambda x, w: bilinear(op, x, w, sparsity), x, w)
         arrays = (y, *back(draw(2, y.shape)))
@@ -495,7 +492,7 @@ def test_the_norm_that_a_plan_names_is_the_one_of_the_product(name):
 
 def test_the_norm_of_a_slot_before_a_call_and_of_several_calls():
     norms = lambda plan: {layer.path: [slot.norms for slot in layer.slots] for layer in plan.layers}
-    text = "sdgp(2,4); drhs_g=chain(rescale(mse(2,4)),fp8('e5m2'))"
+    text = "sdgp(2,4); dw_g=chain(rescale(mse(2,4)),fp8('e5m2'))"
     model = mlp(text)
     either = ("spatial", "group")
     assert norms(nm.nnx.plan(model)) == {"down": [either] * 2, "up": [either] * 2}
@@ -520,9 +517,9 @@ def test_the_norm_of_a_slot_before_a_call_and_of_several_calls():
 
 def test_refusals_state_the_shape_of_a_call_only():
     """The example that stands for a call before there is one has a shape that no array of the user has."""
-    recipe = nm.Recipe({".*": "dlhs_g=mse(2,5)"})
+    recipe = nm.Recipe({".*": "dx_g=mse(2,5)"})
     made, called = (nm.nnx.plan(mlp("dense"), recipe, *inputs) for inputs in ((), (shape(8, 17, 16),)))
-    said = "dlhs_g=mse(2,5) prunes an array {} 32 values do not divide into groups of 5."
+    said = "dx_g=mse(2,5) prunes an array {} 32 values do not divide into groups of 5."
     assert [dict(plan.refused)["up"].partition(" Choose")[0] for plan in (made, called)] == [
         said.format("along its features, whose"),
         said.format("of shape (8, 17, 32) along its contraction axis 2, whose"),
@@ -631,7 +628,7 @@ def test_transformed_calls():
 def test_on_a_mesh(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
-        model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4); drhs_lhs=mse(2,4)"),)))
+        model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4); dw_x=mse(2,4)"),)))
         sharded = NamedSharding(mesh, P("data", None))
         for x in (
             jax.device_put(jnp.ones((24, 16)), sharded),
@@ -707,13 +704,13 @@ def test_an_einsum_that_is_told_by_its_call():
         def __call__(self, x):
             return self.project(x, "ti,io->to")
 
-    model = abstract(lambda: Net(nnx.Rngs(0)), ("project", "fwd_lhs=mse(2,4); drhs_g=mvue(2,4)"))
+    model = abstract(lambda: Net(nnx.Rngs(0)), ("project", "y_x=mse(2,4); dw_g=mvue(2,4)"))
     plans = [(s.along, s.groups) for s in nm.nnx.plan(model, shape(12, 16)).layers[0].slots]
     assert plans == [((16,), 12 * 16 // 4), ((12,), 12 * 8 // 4)]
     plan = nm.nnx.plan(model)
     assert [str(s) for s in plan.layers[0].slots] == [
-        "fwd_lhs=mse(2,4)\n  tokens unknown",
-        "drhs_g=mvue(2,4)\n  tokens unknown",
+        "y_x=mse(2,4)\n  tokens unknown",
+        "dw_g=mvue(2,4)\n  tokens unknown",
     ]
     assert "tokens unknown" in repr(plan)
 
@@ -731,12 +728,12 @@ FINAL = {
     "sdgf(1,4,steps=8)": "1:4",
     "mvue(2,4)": "dense",
     "activation(2,4)": "dense",
-    "fwd_rhs=ste(mse(4,4))": "dense",
-    "fwd_rhs=ste(permute(mse(2,4)))": "dense",
-    "fwd_rhs=ste(uniform(2,4))": "none",
-    "fwd_rhs=ste(mvue(2,4))": "none",
-    "fwd_rhs=stages(((0,ste(uniform(2,4))),(9,ste(mse(2,4)))))": "2:4",
-    "fwd_rhs=ste(hold(mse(2,4)))": "2:4",
+    "y_w=ste(mse(4,4))": "dense",
+    "y_w=ste(permute(mse(2,4)))": "dense",
+    "y_w=ste(uniform(2,4))": "none",
+    "y_w=ste(mvue(2,4))": "none",
+    "y_w=stages(((0,ste(uniform(2,4))),(9,ste(mse(2,4)))))": "2:4",
+    "y_w=ste(hold(mse(2,4)))": "2:4",
 }
 
 
@@ -757,7 +754,7 @@ def test_it_says_what_hardens(text):
 # ---- nothing is done to the model ----
 
 
-@pytest.mark.parametrize("text", ["dense", "s_ste(2,4)", "fst(every=3); dlhs_g=mvue(2,4)"])
+@pytest.mark.parametrize("text", ["dense", "s_ste(2,4)", "fst(every=3); dx_g=mvue(2,4)"])
 def test_the_model_stays_as_it_was(text):
     model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((".*", text),)), seed=3)
     site = lambda: [getattr(layer, "nm_site", None) for layer in (model.up, model.down)]
@@ -777,7 +774,7 @@ def test_the_model_stays_as_it_was(text):
 
 @pytest.mark.slow
 def test_an_abstract_vit_is_planned_without_its_parameters():
-    rules = (".*/mlp/.*", "ste(2,4); drhs_g=mvue(2,4)"), (".*/attention/.*", "mvue(2,4)")
+    rules = (".*/mlp/.*", "ste(2,4); dw_g=mvue(2,4)"), (".*/attention/.*", "mvue(2,4)")
     model = abstract(lambda: Encoder(rngs=nnx.Rngs(0)), *rules)
     plan = nm.nnx.plan(model, shape(64, 196, 768))
     assert plan.parameters == 12 * (4 * 768 * 768 + 2 * 768 * 3072 + 9 * 768 + 3072)
@@ -811,7 +808,7 @@ class Loud(nnx.Module):
 def loud():
     model = abstract(
         lambda: Loud(nnx.Rngs(0)),
-        (".*up", "fst(every=40); dlhs_g=rescale(mse(2,4),over='group')"),
+        (".*up", "fst(every=40); dx_g=rescale(mse(2,4),over='group')"),
         (".*down", EVERY),
         inside=True,
     )

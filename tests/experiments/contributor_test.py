@@ -36,8 +36,8 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("name", "file", "defined", "said"),
     [
-        ("pruner", "mylab.py", "above", "drhs_g=mylab:above(0.5,4)"),
-        ("method", "mylab.py", "gentle", "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,2546))"),
+        ("pruner", "mylab.py", "above", "dw_g=mylab:above(0.5,4)"),
+        ("method", "mylab.py", "gentle", "y_w=decay(mse(2,4),linear(1.0,0.0,2546))"),
         ("model", "mixer.py", "Mixer", "mixer:Mixer"),
         ("data", "spirals.py", "load", "spirals: "),
         ("task", "sine.py", "Sine", "a sine"),

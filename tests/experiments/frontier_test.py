@@ -136,7 +136,7 @@ def test_other_devices_are_told(study, tmp_path, capsys):
 
 
 def test_more_seeds_than_the_study_has_are_refused(capsys):
-    assert frontier.main(["--method", "ste(2,4); drhs_g=mvue(1,4)", "--seeds=21"]) == 2
+    assert frontier.main(["--method", "ste(2,4); dw_g=mvue(1,4)", "--seeds=21"]) == 2
     assert "--seeds=21: the study has 20 seeds. Write --seeds=20 or fewer." in capsys.readouterr().err
 
 

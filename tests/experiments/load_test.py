@@ -29,7 +29,7 @@ CONFIGS = {
     "averaged": [  # an image run on four devices that share its parameters, with averages, and state of a pruner
         "--config=configs/vit_24.py:smoke",
         "--config.model.depth=1",
-        "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=3)); drhs_g=mvue_approx(2,4)",
+        "--config.sparsity.blocks=y_w=ste(hold(mse(2,4),every=3)); dw_g=mvue_approx(2,4)",
         "--config.ema=0.9",
         "--config.mesh.fsdp=4",
     ],
@@ -267,7 +267,7 @@ def test_what_recorded_names_would_import_is_not_imported(trained, tmp_path, mon
         "experiment": "evil:Boom",
         "model": {"name": "evil:Boom"},
         "data": {"name": "evil:boom"},
-        "sparsity": {"blocks": "drhs_g=evil:boom()"},
+        "sparsity": {"blocks": "dw_g=evil:boom()"},
         "rules": [[".*", "ste(evil:boom())"]],
     }.items():
         (workdir / "config.json").write_text(json.dumps(config | {field: value}))
@@ -330,7 +330,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_read(trained, tmp_pa
 
 
 def test_a_model_without_a_final_form_has_no_hardened_weights():
-    recipe = nm.Recipe(((".*", "fwd_rhs=ste(uniform(2,4))"),))
+    recipe = nm.Recipe(((".*", "y_w=ste(uniform(2,4))"),))
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     run = LoadedRun(Path("runs/first"), ConfigDict(), 3, model, {}, {})
     for use in (lambda: run.hardened, lambda: run.weights, lambda: run.predict(np.ones((1, 8), np.float32))):

@@ -89,7 +89,7 @@ def test_a_model_gets_the_fields_of_the_config_and_what_the_task_fixes(outside):
         ("experiment=sine:Sin", r"has no name 'Sin'. Did you mean sine:Sine\?"),
         ("experiment=sine:Net", "config.experiment='sine:Net' is not a task: it has no make, example, feed"),
         ("experiment=sine:common", "config.experiment='sine:common' is a module, not a class with the members of Task"),
-        ("sparsity.inner=drhs_g=mylab:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab:above\?"),
+        ("sparsity.inner=dw_g=mylab:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab:above\?"),
     ],
 )  # fmt: skip
 def test_what_is_of_the_wrong_kind_is_refused_in_one_line(outside, field, said):
@@ -139,7 +139,7 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
     for change in (
         "model.name=evil:Boom",
         "data.name=evil:boom",
-        "sparsity.inner=drhs_g=evil:boom()",
+        "sparsity.inner=dw_g=evil:boom()",
         "experiment=evil:Boom",
     ):
         config = read("mixer.py", change, "model.patch=4")
@@ -159,7 +159,7 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
 def test_results_and_reports_import_nothing(outside):
     (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
     line = json.loads((config_files.ROOT / "experiments/results/held_vit_cpu.jsonl").read_text().partition("\n")[0])
-    line["changes"] |= {"sparsity.blocks": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
+    line["changes"] |= {"sparsity.blocks": "dw_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "held_vit_cpu.jsonl").write_text(json.dumps(line))
     with pytest.raises(Mistake, match="another config: the config file has changed since"):
         recorded.read(outside / "held_vit_cpu.jsonl")
@@ -182,11 +182,11 @@ def launch(folder: Path, *words: str) -> str:
 @pytest.mark.processes
 def test_a_run_of_what_is_not_ours(outside):
     words = ["--config=mixer.py", "--config.data.name=spirals:load", "--workdir=run", "--config.steps=4"]
-    words += ["--config.sparsity.inner=fwd_rhs=ste(mse(2,4)); drhs_g=mylab:above(0.5,4)"]
+    words += ["--config.sparsity.inner=y_w=ste(mse(2,4)); dw_g=mylab:above(0.5,4)"]
     said = launch(outside, *words)
     assert "spirals: 288 training images, 32 validation" in said
     assert "model          mixer:Mixer, " in said
-    assert "drhs_g=mylab:above(0.5,4)" in (outside / "run" / "plan.txt").read_text()
+    assert "dw_g=mylab:above(0.5,4)" in (outside / "run" / "plan.txt").read_text()
     assert (outside / "run" / "report.html").is_file()
     assert "last, step 4" in launch(outside, *words, "--mode=eval")
 
@@ -195,4 +195,4 @@ def test_a_run_of_what_is_not_ours(outside):
 def test_a_task_that_is_not_ours(outside):
     said = launch(outside, "--config=sine.py", "--mode=plan")
     assert "up  " in said
-    assert "fwd_rhs=ste(soft(2,4))" in said
+    assert "y_w=ste(soft(2,4))" in said

@@ -246,7 +246,7 @@ def test_a_terminal_gets_no_control_characters(tmp_path):
     assert visible("a\x1b[31mb\x07\x9b\td\n") == "a␛[31mb␇\ufffd\td\n"
     config = json.loads(config_files.load("configs/vit_24.py:smoke").to_json())
     config["model"]["name"] = "evil\x1b]0;title\x07:Boom"
-    config["sparsity"] = {"blocks": "fwd_rhs=evil:\x1b[31m"}
+    config["sparsity"] = {"blocks": "y_w=evil:\x1b[31m"}
     config["optimizer"] = "\x1b[31m:x"
     run = tmp_path / "a\x1b[31m"
     run.mkdir()

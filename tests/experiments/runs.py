@@ -23,7 +23,7 @@ from experiments.training.checkpoints import steps as steps_of
 from experiments.training.program import Program
 
 CONFIG = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=24", "--config.evaluate=4"]
-CONFIG += ["--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=3)); drhs_g=mvue_approx(2,4)"]  # holds, and draws
+CONFIG += ["--config.sparsity.blocks=y_w=ste(hold(mse(2,4),every=3)); dw_g=mvue_approx(2,4)"]  # holds, and draws
 CONFIG += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
 
 

@@ -233,7 +233,7 @@ def test_all_arms_take_steps_in_turn(monkeypatch):
     assert found.keys() == {"dense", "STE"}
     assert all(len(values) == times.ROUNDS and min(values) > 0 for values in found.values())
     rounds = taken[2 * len(times.PLACES) :]  # after those that compile
-    assert [str(method) for method, *_ in rounds[:10:5]] == ["dense", "fwd_rhs=ste(mse(2,4))"]
+    assert [str(method) for method, *_ in rounds[:10:5]] == ["dense", "y_w=ste(mse(2,4))"]
     ends = [step for method, place, step in rounds if (str(method), place) == ("dense", 0.3)]
     assert ends == [288, 296, 304, 312, 320]  # from step 280 on: a multiple of 40, so that one step renews a held mask
 

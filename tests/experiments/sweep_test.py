@@ -116,7 +116,7 @@ def test_folders_need_no_quotes_and_are_the_same_at_every_start():
         "dense",
         "ste(2,4)",
         "ste(2,4",
-        "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)",
+        "mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4)",
         "x" * 150,
         "x" * 151,
         "$(rm)",
@@ -126,7 +126,7 @@ def test_folders_need_no_quotes_and_are_the_same_at_every_start():
     assert folders[0] == "blocks=dense"
     assert folders[1] == "blocks=ste-2-4"
     assert re.fullmatch(r"blocks=ste-2-4-[0-9a-f]{6}", folders[2])  # the same letters: it gets digits of its own
-    assert folders[3] == "blocks=mdgf-2-4-linear-1-0-30pct-drhs_g=mvue-2-4"
+    assert folders[3] == "blocks=mdgf-2-4-linear-1-0-30pct-dw_g=mvue-2-4"
     assert folders[6] == "blocks=-rm"
     assert len({folder.lower() for folder in folders}) == len(texts)
     for folder in folders:
@@ -134,7 +134,7 @@ def test_folders_need_no_quotes_and_are_the_same_at_every_start():
         assert subprocess.run(["sh", "-c", f"echo {folder}"], capture_output=True, text=True).stdout == f"{folder}\n"
     again = members.listed(config, changes + [{"sparsity.blocks": "s_ste(2,4)", "learning_rate.peak": 1e-5}])
     assert [member.folder for member in again][:-1] == folders  # also if runs are added at the end
-    assert [member.name for member in again][3] == "blocks=mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)"
+    assert [member.name for member in again][3] == "blocks=mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4)"
 
 
 WRONG = {

@@ -277,9 +277,9 @@ def programs() -> dict:
     """Return what is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
     clustered = HopperConfig(cluster="m")
     cuts = {
-        "fwd": product(clustered, layout=(True, False, True)),
-        "dlhs": product(clustered),
-        "drhs": product(clustered, layout=(True, True, True)),
+        "y": product(clustered, layout=(True, False, True)),
+        "dx": product(clustered),
+        "dw": product(clustered, layout=(True, True, True)),
         "f16": product(clustered, "float16", out="float16"),
         "f32 result": product(HopperConfig(store_n=32), out="float32"),
         "tall": product(HopperConfig(128, 128, cluster="n")),

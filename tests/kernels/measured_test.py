@@ -82,7 +82,7 @@ def test_a_choice_follows_a_table_that_is_written_after_it():
 
 def test_a_plan_follows_a_table_that_is_written_after_it():
     x, s = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), nm.parse("ste(2,4)")
-    how = lambda: explain(as_dot(x, x, (((1,), (0,)), ((), ()))), x, x, s, "auto")["fwd"]
+    how = lambda: explain(as_dot(x, x, (((1,), (0,)), ((), ()))), x, x, s, "auto")["y"]
     with nm.kernels.on(H200.kind):
         assert "of the emulated speed" in how().why
         shape = Shape(512, 512, 512, m_major=True, transpose=True)

@@ -164,7 +164,7 @@ def test_only_what_does_not_fit_is_gathered(shape, misfit):
 def test_parts_that_fit_no_kernel_are_gathered():
     """192 tokens are 48 on a device: no words of 64 rows. The result is right all the same."""
     mesh = mesh_of(LINE)
-    text = "dlhs_g=mse(2,4)"
+    text = "dx_g=mse(2,4)"
     f, arrays = products(text, shapes=((192, 128), (128, 64), (192, 64)))
     with jax.set_mesh(mesh):
         near(f(*cut(arrays, mesh, (P("data"), P(), P("data")))), wanted(text, arrays))

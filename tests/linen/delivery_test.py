@@ -21,16 +21,13 @@ from nmjax.programs import sites
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
-EVERY = (
-    "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); "
-    "drhs_lhs=mse(2,4)"
-)
+EVERY = "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); dw_g=mvue(2,4); dw_x=mse(2,4)"
 METHODS = (
     "ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "sdgp(2,4,over='group')", "mvue(2,4)", "fst(every=3)",
     "bi_mask(every=2,draws=4)", "bdwp()", "mdgf(2,4,linear(1,0,9))", "sdgf(1,4,steps=8)", EVERY,
 )  # fmt: skip
-HELD = "fwd_rhs=ste(hold(transposable(2,4),every=3)); drhs_g=mvue(2,4)"
-DRAWN = "fwd_rhs=ste(hold(uniform(2,4,rescale=False)))"
+HELD = "y_w=ste(hold(transposable(2,4),every=3)); dw_g=mvue(2,4)"
+DRAWN = "y_w=ste(hold(uniform(2,4,rescale=False)))"
 STEP, MICRO, SEED = 3, 1, 5
 
 
@@ -219,7 +216,7 @@ def test_the_collection_mirrors_the_parameters_and_has_the_arrays_that_are_neede
     assert needs("ste(2,4)") == (None, None, None)
     assert needs("mvue(2,4)") == ((2,), (2,), None)
     assert needs("mdgf(2,4,linear(1,0,9))") == (None, (2,), None)
-    assert needs("fwd_rhs=ste(hold(mse(2,4),every=3))") == (None, (2,), {"fwd_rhs": (16, 8)})  # when it was renewed
+    assert needs("y_w=ste(hold(mse(2,4),every=3))") == (None, (2,), {"y_w": (16, 8)})  # when it was renewed
 
 
 # ---- noise and time ----
@@ -246,7 +243,7 @@ def test_noise_is_a_function_of_seed_path_step_and_micro_step():
         np.testing.assert_array_equal(site.words.reshape(2), sites.site_words(1, site.origin.path))
 
 
-@pytest.mark.parametrize("text", ["fst(every=3)", "fwd_rhs=ste(hold(uniform(2,4,rescale=False),every=3))"])
+@pytest.mark.parametrize("text", ["fst(every=3)", "y_w=ste(hold(uniform(2,4,rescale=False),every=3))"])
 def test_masks_change_at_their_steps_and_not_by_accumulation(text):
     _, variables, _ = of(text)
     set_step = jax.jit(linen.set_step)
@@ -255,7 +252,7 @@ def test_masks_change_at_their_steps_and_not_by_accumulation(text):
         variables = with_weight(variables, normal(100 + step, 16, 8))
         for micro in range(2):
             variables = set_step(variables, step, micro)
-            masks.append(np.asarray(the_site(variables).state["fwd_rhs"]))
+            masks.append(np.asarray(the_site(variables).state["y_w"]))
         assert np.array_equal(masks[-1], masks[-2])
         changes += [step] if step and not np.array_equal(masks[-1], masks[-3]) else []
     assert changes == [3, 6]
@@ -347,7 +344,7 @@ def test_a_stack_has_noise_and_state_of_its_own_for_every_layer(axis):
     np.testing.assert_array_equal(jnp.moveaxis(site.words, axis, 0).reshape(3, 2), words)
     assert len({tuple(row) for row in words.tolist()}) == 3
     betas = [nm.soft(2, 4).init(w, 0) for w in weights]
-    np.testing.assert_allclose(site.state["fwd_rhs"].reshape(3), betas, rtol=1e-6)
+    np.testing.assert_allclose(site.state["y_w"].reshape(3), betas, rtol=1e-6)
     assert len({float(b) for b in betas}) == 3
     later = the_site(linen.set_step(variables, 7, 2))
     np.testing.assert_array_equal(jnp.moveaxis(later.time, axis, 0).reshape(3, 2), [[7, 2]] * 3)
@@ -447,13 +444,13 @@ def test_a_stack_made_by_hand_is_refused_until_it_is_told():
 @pytest.mark.slow
 def test_what_init_draws_differs_in_a_stack():
     _, variables = stack(DRAWN)
-    masks = the_site(variables).state["fwd_rhs"]
+    masks = the_site(variables).state["y_w"]
     assert not np.array_equal(masks[0], masks[1])
-    equal(the_site(linen.set_step(variables, 5)).state["fwd_rhs"], masks)
-    again = the_site(linen.reset_state(variables)).state["fwd_rhs"]
+    equal(the_site(linen.set_step(variables, 5)).state["y_w"], masks)
+    again = the_site(linen.reset_state(variables)).state["y_w"]
     for i, words in enumerate(sites.site_words(SEED, PATH, (3,))):
         state = nm.parse(DRAWN).init(weight(variables)[i], contract=0, out=1, ctx=nm.Ctx(words))
-        np.testing.assert_array_equal(again[i], state["fwd_rhs"])
+        np.testing.assert_array_equal(again[i], state["y_w"])
 
 
 # ---- final forms and state ----
@@ -528,7 +525,7 @@ def test_a_tied_layer_keeps_one_variable_and_a_soft_weight_shrinks_once(scanned)
     model, x = Pruned(Twice(scanned), "s_ste(2,4)"), normal(1, 8, 16)
     variables = linen.set_step(model.init(x), 3)
     hard = linen.harden(variables)
-    ctx = nm.Ctx(state=the_site(variables).state["fwd_rhs"].reshape(()))
+    ctx = nm.Ctx(state=the_site(variables).state["y_w"].reshape(()))
     np.testing.assert_array_equal(weight(hard), nm.soft(2, 4)(weight(variables), 0, ctx))
     np.testing.assert_array_equal(model.apply(hard, x), model.apply(variables, x))
 
@@ -537,7 +534,7 @@ def test_state_is_made_anew_of_loaded_weights():
     _, variables, _ = of("s_ste(2,4)")
     loaded = with_weight(variables, normal(9, 16, 8) ** 3)
     old, new = (linen.set_step(v, 4) for v in (loaded, linen.reset_state(loaded)))
-    one, other = (float(the_site(v).state["fwd_rhs"].reshape(())) for v in (old, new))
+    one, other = (float(the_site(v).state["y_w"].reshape(())) for v in (old, new))
     assert other == float(nm.soft(2, 4).init(weight(loaded), 0)) != one
 
 
@@ -581,5 +578,5 @@ def test_masks_lie_where_their_weights_lie():
     for boxed in (v["params"]["layer"]["kernel"] for v in (variables, hard)):
         assert isinstance(boxed, nn.Partitioned)
         assert boxed.value.sharding.is_equivalent_to(expected, 2)
-    assert the_site(variables).state["fwd_rhs"].sharding.is_equivalent_to(expected, 2)
+    assert the_site(variables).state["y_w"].sharding.is_equivalent_to(expected, 2)
     assert nm.groups.is_nm(weight(hard), 2, 4, axis=0)

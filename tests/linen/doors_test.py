@@ -160,7 +160,7 @@ def test_a_layer_that_writes_a_variable_writes_it_once():
 
 
 def test_a_reshaped_weight_is_pruned_and_has_no_axes():
-    model, p = Pruned(Layer(lambda x, w: x @ w.reshape(24, 10), (4, 6, 10)), "fwd_rhs=ste(mse(2,8))"), nm.mse(2, 8)
+    model, p = Pruned(Layer(lambda x, w: x @ w.reshape(24, 10), (4, 6, 10)), "y_w=ste(mse(2,8))"), nm.mse(2, 8)
     variables = model.init(normal(1, 5, 24))
     with pytest.raises(ValueError, match=r"reshapes its weight of shape \(4, 6, 10\)"):
         linen.patterns(variables)
@@ -284,9 +284,9 @@ REFUSED = {
         "the model: .*is part of a derivative"),
     "another weight": (lambda: shapes(Transposed()),
         r"^ValueError: up: nn.map_variables, or a norm of weights, is around it.*\(r\"up\", \"dense\"\)"),
-    "groups": (lambda: shapes(LAYER, SSTE, jnp.ones((8, 18))), r"layer: fwd_rhs=.*\(18, 8\)"),
-    "groups of tokens": (gradient_of_six_tokens, rf"{PATH}: drhs_g=.*\(6, 16\)"),
-    "drawn forward": (lambda: hardened(shapes(LAYER, "fwd_rhs=ste(mvue(2,4))")),
+    "groups": (lambda: shapes(LAYER, SSTE, jnp.ones((8, 18))), r"layer: y_w=.*\(18, 8\)"),
+    "groups of tokens": (gradient_of_six_tokens, rf"{PATH}: dw_g=.*\(6, 16\)"),
+    "drawn forward": (lambda: hardened(shapes(LAYER, "y_w=ste(mvue(2,4))")),
         r"layer: mvue\(2,4\) draws new values .* no final form"),
     # the context
     "no recipe": (lambda: enter(SSTE), "TypeError: sparsify takes a Recipe, .* got 's_ste"),
@@ -298,7 +298,7 @@ REFUSED = {
     "a rule of another model": (two_models, "These rules of the recipe apply to no layer"),
     # the collection
     **{f"missing{n}": (lambda o=options: apply(LAYER, without("nm", shapes(LAYER, SSTE)), SSTE, **o),
-        r"layer: fwd_rhs=ste\(soft\(2,4\)\); .* reads the collection 'nm', which is missing.*'nm': variables\['nm'\]")
+        r"layer: y_w=ste\(soft\(2,4\)\); .* reads the collection 'nm', which is missing.*'nm': variables\['nm'\]")
        for n, options in enumerate(({}, {"mutable": True}))},
     "not made": (lambda: shapes(LAYER, SSTE, mutable=("params",)), "layer: init cannot make its variable"),
     "no params": (lambda: linen.set_step(without("params", shapes(LAYER)), 0), r"in one dict, got \['nm'\]"),

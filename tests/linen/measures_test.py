@@ -15,7 +15,7 @@ from nmjax import linen
 pytestmark = pytest.mark.sampled
 
 RECIPE = nm.Recipe({
-    "up": "s_ste(2,4); dlhs_g=mvue(2,4)", "down": "fst(every=2)", "out": "mdgf(1,4,linear(1,0,9))", "head": "dense",
+    "up": "s_ste(2,4); dx_g=mvue(2,4)", "down": "fst(every=2)", "out": "mdgf(1,4,linear(1,0,9))", "head": "dense",
 })  # fmt: skip
 SIZES = {"up": (16, 32), "down": (32, 16), "out": (16, 16), "head": (16, 4)}
 
@@ -206,7 +206,7 @@ def test_a_harden_before_the_schedule_has_ended_says_so():
 
 def test_a_harden_before_the_schedule_of_the_inputs_has_ended_says_so(recwarn):
     layer, x = nn.Dense(8), jnp.ones((4, 16))
-    with nm.linen.sparsify(nm.Recipe({".*": "fwd_lhs=ste(stages(((0,identity),(8,mse(2,4)))))"})):
+    with nm.linen.sparsify(nm.Recipe({".*": "y_x=ste(stages(((0,identity),(8,mse(2,4)))))"})):
         variables = layer.init(jax.random.key(0), x)
     with pytest.warns(
         UserWarning, match=r"^harden at step 4: the schedules of the inputs of \(the model\) have not ended"

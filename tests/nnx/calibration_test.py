@@ -249,7 +249,7 @@ def test_in_turn_each_block_is_calibrated_on_pruned_ones():
 def test_pruning_a_sparse_model_replaces_its_recipe():
     """Its layers are calibrated as they will compute. Weights of another recipe count as they are."""
     model = gpt()
-    sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({"blocks/.*": "fwd_lhs=mse(1,4); fwd_rhs=ste(mse(1,4))"}))
+    sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({"blocks/.*": "y_x=mse(1,4); y_w=ste(mse(1,4))"}))
     right, found = nm.nnx.prune(model, EVERY, TOKENS), nm.nnx.prune(sparse, EVERY, TOKENS)
     assert found.errors == right.errors
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (found.model, right.model)))
@@ -271,18 +271,18 @@ WRONG = {
         lambda: nm.nnx.prune(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}), [jnp.ones((2, 6))]),
     "prune: there are no batches": lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "ste(2,4)", []),
     "prune: the recipe prunes no weight to n:m":
-        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "drhs_g=mvue(2,4)", [jnp.ones((9, 8))]),
+        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "dw_g=mvue(2,4)", [jnp.ones((9, 8))]),
     r"choose for several outputs at once: : ste\(transposable\(2,4\)\)":
-        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(transposable(2,4))", [jnp.ones((9, 8))]),
+        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "y_w=ste(transposable(2,4))", [jnp.ones((9, 8))]),
     r"choose for several outputs at once: : ste\(rows\(mse\(2,4\)\)\)":
-        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(rows(mse(2,4)))", [jnp.ones((9, 8))]),
+        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "y_w=ste(rows(mse(2,4)))", [jnp.ones((9, 8))]),
     r"choose for several outputs at once: : ste\(hold\(rows\(mse\(2,4\)\)\)\)":
         lambda: nm.nnx.prune(
-            nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(hold(rows(mse(2,4))))", [jnp.ones((9, 8))]
+            nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "y_w=ste(hold(rows(mse(2,4))))", [jnp.ones((9, 8))]
         ),
     r"choose for several outputs at once: : stages":
         lambda: nm.nnx.prune(
-            nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=stages(((0,identity),(9,ste(rows(mse(2,4))))))",
+            nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "y_w=stages(((0,identity),(9,ste(rows(mse(2,4))))))",
             [jnp.ones((9, 8))],
         ),
     "neither an array nor hashable": lambda: blocks.Call((), {"how": [{1}]}).split(),
@@ -614,7 +614,7 @@ def test_weights_are_pruned_by_the_norms_that_were_measured(scan, name):
     model = gpt(scan=scan)
     found = nm.nnx.calibrate(model, TOKENS, moments=True)
     wanted = nm.nnx.prune(model, EVERY, TOKENS, getattr(oneshot, name), in_turn=False).model
-    sparse = nm.nnx.sparsify(model, nm.Recipe({"blocks/.*": f"fwd_rhs=ste({name}(2,4))", ".*": "dense"}))
+    sparse = nm.nnx.sparsify(model, nm.Recipe({"blocks/.*": f"y_w=ste({name}(2,4))", ".*": "dense"}))
     nm.nnx.set_norms(sparse, found)
     hard = nm.nnx.harden(sparse)
     for a, b in zip(jax.tree.leaves(nnx.state(hard, nnx.Param)), jax.tree.leaves(nnx.state(wanted)), strict=True):
@@ -630,11 +630,11 @@ def test_weights_are_pruned_by_the_norms_that_were_measured(scan, name):
 def test_norms_of_several_contracted_axes():
     model, batches = Net(nnx.Rngs(0)), inputs()
     found = nm.nnx.calibrate(model, batches)
-    sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}), batches[0])
+    sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "y_w=ste(wanda(2,4))"}), batches[0])
     with pytest.raises(ValueError, match="swapped: norms of shape .* were measured"):
         nm.nnx.set_norms(sparse, found)
     wanted = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), batches, oneshot.wanda, in_turn=False).model
-    sparse = nm.nnx.sparsify(model, nm.Recipe({"swapped": "dense", ".*": "fwd_rhs=ste(wanda(2,4))"}), batches[0])
+    sparse = nm.nnx.sparsify(model, nm.Recipe({"swapped": "dense", ".*": "y_w=ste(wanda(2,4))"}), batches[0])
     nm.nnx.set_norms(sparse, found)
     for path in ("attention.out", "attention.query", "up"):
         part = lambda m, path=path: functools.reduce(getattr, path.split("."), m).kernel[...] != 0
@@ -645,7 +645,7 @@ def test_norms_of_experts_are_refused():
     """The pruner holds one vector of norms, and each expert has norms of its own."""
     model, x = nm.models.moe.Mixture(8, 16, 4, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 6, 8))
     found = nm.nnx.calibrate(model, [x])
-    recipe = nm.Recipe({"up|down": "fwd_rhs=ste(wanda(2,4))", ".*": "dense"})
+    recipe = nm.Recipe({"up|down": "y_w=ste(wanda(2,4))", ".*": "dense"})
     with pytest.raises(ValueError, match="prune experts with nm.nnx.prune and nm.oneshot.wanda"):
         nm.nnx.set_norms(nm.nnx.sparsify(model, recipe, x), found)
 
@@ -655,7 +655,7 @@ def test_norms_that_do_not_fit_are_told():
     found = nm.nnx.calibrate(model, [jnp.ones((2, 8))])
     with pytest.raises(ValueError, match="no layer prunes its weight by norms"):
         nm.nnx.set_norms(nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "ste(2,4)"})), found)
-    sparse = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}))
+    sparse = nm.nnx.sparsify(model, nm.Recipe({".*": "y_w=ste(wanda(2,4))"}))
     with pytest.raises(ValueError, match="inputs has no statistics of .* Calibrate these layers too"):
         nm.nnx.set_norms(sparse, {})
     other = nm.nnx.calibrate(nnx.Linear(12, 4, rngs=nnx.Rngs(0)), [jnp.ones((2, 12))])
@@ -678,7 +678,7 @@ def test_norms_survive_the_beginning_of_a_stage(text):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (64, 8)) * jnp.array([[10.0, 1, 1, 1, 1, 1, 1, 10]])
     found = nm.nnx.calibrate(model, [x])
-    model = nm.nnx.sparsify(model, nm.Recipe({".*": f"fwd_rhs={text}"}))
+    model = nm.nnx.sparsify(model, nm.Recipe({".*": f"y_w={text}"}))
     nm.nnx.set_norms(model, found)
     (norms,) = (v for v in jax.tree.leaves(model.nm_site.arrays(())[2]) if v.size == 8)
     assert float(jnp.max(norms)) > 2
@@ -692,7 +692,7 @@ def test_norms_survive_the_beginning_of_a_stage(text):
 def test_a_scale_beside_norms_is_made_at_the_beginning_of_its_stage():
     model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jnp.arange(1.0, 9.0)[None]
     found = nm.nnx.calibrate(model, [x])
-    text = "fwd_rhs=stages(((0,identity),(5,ste(chain(wanda(2,4),soft(1,4))))))"
+    text = "y_w=stages(((0,identity),(5,ste(chain(wanda(2,4),soft(1,4))))))"
     model = nm.nnx.sparsify(model, nm.Recipe({".*": text}))
     nm.nnx.set_norms(model, found)
     nm.nnx.set_step(model, 4)
@@ -716,7 +716,7 @@ def test_a_model_may_return_values_of_python():
 def test_every_pruner_of_a_slot_gets_the_norms():
     model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.0], [-2.0], [3.0], [-4.0]]), rngs=nnx.Rngs(0))
     found = nm.nnx.calibrate(model, [jnp.array([[10.0, 1.0, 1.0, 1.0]])])
-    model = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(stages(((0,wanda(3,4)),(5,wanda(2,4)))))"}))
+    model = nm.nnx.sparsify(model, nm.Recipe({".*": "y_w=ste(stages(((0,wanda(3,4)),(5,wanda(2,4)))))"}))
     nm.nnx.set_norms(model, found)
     for step, kept in ((0, [0, 2, 3]), (5, [0, 3])):
         nm.nnx.set_step(model, step)

@@ -37,10 +37,7 @@ def exact(model):
     return model
 
 
-EVERY = (
-    "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); "
-    "drhs_lhs=mse(2,4)"
-)
+EVERY = "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); dw_g=mvue(2,4); dw_x=mse(2,4)"
 METHODS = (
     "ste(2,4)",
     "sr_ste(2,4)",
@@ -214,7 +211,7 @@ def test_a_scanned_stack_is_its_layers(axis, text, remat):
 
 
 def test_layers_of_a_stack_draw_apart_and_hold_apart():
-    cells = stack(0, "s_ste(2,4); dlhs_rhs=hold(mse(2,4))")
+    cells = stack(0, "s_ste(2,4); dx_w=hold(mse(2,4))")
     site = cells.linear.nm_site
     assert len({tuple(np.ravel(w)) for w in np.asarray(site.words[...])}) == 3
     for i, w in enumerate(cells.linear.kernel[...]):
@@ -294,7 +291,7 @@ def test_two_layers_of_one_shape_draw_apart():
 
 
 def test_a_compiled_step_stays_valid_when_seed_step_or_state_are_set_outside_of_it():
-    x, model = whole(2, 8, 16), two("mvue(2,4); fwd_rhs=ste(hold(mse(2,4),every=3))")
+    x, model = whole(2, 8, 16), two("mvue(2,4); y_w=ste(hold(mse(2,4),every=3))")
     graph = nnx.split(model)[0]
     step = jax.jit(lambda state: nnx.grad(lambda model: loss_of(model(x)))(nnx.merge(graph, state)))
     step(nnx.state(model))
@@ -353,7 +350,7 @@ def test_plain_jax_on_a_split_and_donated_state():
 
 
 def test_held_masks_change_when_they_should():
-    model = two("fwd_rhs=ste(hold(mse(2,4),every=3))")
+    model = two("y_w=ste(hold(mse(2,4),every=3))")
     step = nnx.jit(lambda model, s, m: nm.nnx.set_step(model, s, m))
     seen = []
     for s in range(8):
@@ -361,7 +358,7 @@ def test_held_masks_change_when_they_should():
             for layer in (model.layers[0], model.layers[2]):
                 layer.kernel[...] = layer.kernel[...] + whole(100 + s, 16, 16) * float(m == 0)
             step(model, s, m)
-            seen.append(np.asarray(model.layers[0].nm_site.state["fwd_rhs"][...]))
+            seen.append(np.asarray(model.layers[0].nm_site.state["y_w"][...]))
             if s % 3 == 0:
                 np.testing.assert_array_equal(seen[-1], nm.groups.top(model.layers[0].kernel[...], 0, 2, 4))
     changed = [i // 2 for i in range(1, len(seen)) if not np.array_equal(seen[i], seen[i - 1])]
@@ -432,13 +429,13 @@ def test_paths_of_parameters_stay():
 
 def test_a_sparse_layer_prints_its_slots_and_no_address():
     model = Mlp(16, 32, rngs=nnx.Rngs(0))
-    nm.nnx.sparsify(model, nm.Recipe((("up", "s_ste(2,4); dlhs_rhs=mse(2,4)"),), backend="xla"))
+    nm.nnx.sparsify(model, nm.Recipe((("up", "s_ste(2,4); dx_w=mse(2,4)"),), backend="xla"))
     site = textwrap.dedent(
         """
         Site(
-          fwd_rhs=ste(soft(2,4)),
-          dlhs_rhs=mse(2,4),
-          drhs_g=mvue(2,4),
+          y_w=ste(soft(2,4)),
+          dx_w=mse(2,4),
+          dw_g=mvue(2,4),
           backend='xla',
           words=uint32[2, 1],
           time=int32[2, 1],
@@ -474,7 +471,7 @@ def test_state_is_of_the_weights_at_hand():
 @pytest.mark.slow
 def test_resume_from_orbax_is_exact(tmp_path):
     x = whole(2, 8, 16)
-    text = "fst(every=3); dlhs_g=mvue(2,4)"
+    text = "fst(every=3); dx_g=mvue(2,4)"
 
     def steps(model, optimizer, first, last):
         @nnx.jit

@@ -539,12 +539,12 @@ def test_a_method_that_differentiates_its_own_product():
 
     said = "the model.*: a product with this parameter, of shape .16, 8., is part of a derivative"
     nm.nnx.door(Fast, weight="w")
-    model = nm.nnx.sparsify(Fast(), recipe("drhs_g=mse(2,4)"))  # nothing was traced
+    model = nm.nnx.sparsify(Fast(), recipe("dw_g=mse(2,4)"))  # nothing was traced
     with pytest.raises(ValueError, match=said):
         model(whole(1, 8, 16))
     nm.nnx.door(Fast, weight="w", input=lambda layer: (8, 16))
     with pytest.raises(ValueError, match=said):
-        nm.nnx.sparsify(Fast(), recipe("drhs_g=mse(2,4)"))
+        nm.nnx.sparsify(Fast(), recipe("dw_g=mse(2,4)"))
     plan = nm.nnx.plan(Fast(), recipe("ste(2,4)"), whole(1, 8, 16))
     assert "part of a derivative" in plan.refused[0][1]
     assert not nm.nnx.plan(Fast(), recipe("dense"), whole(1, 8, 16)).refused

@@ -39,7 +39,7 @@ def test_all_layers_that_do_not_divide_at_once():
     said = str(error.value)
     lines = said.splitlines()
     assert lines[1].startswith(
-        "  blocks/0/conv1-2: fwd_rhs=ste(mse(2,4)) prunes an array of shape (3, 3, 6, 6) along its contraction axis 2, "
+        "  blocks/0/conv1-2: y_w=ste(mse(2,4)) prunes an array of shape (3, 3, 6, 6) along its contraction axis 2, "
         "whose 6 values do not"
     )
     assert lines[1].endswith("Likewise in 3 other layers: blocks/1/(conv1|shortcut), stem.")
@@ -70,7 +70,7 @@ def test_what_is_refused_for_many_layers_is_one_line():
 
     lines = refused(*[6] * 12)
     assert len(lines) == 4
-    assert lines[1].startswith("  0-11: fwd_rhs=ste(mse(2,4)) prunes an array of shape (6, 8)")
+    assert lines[1].startswith("  0-11: y_w=ste(mse(2,4)) prunes an array of shape (6, 8)")
     assert lines[3] == r'  (r"\d+", "dense"),'
     assert refused(6, 6, 8, 6)[3] == r'  (r"(0|1|3)", "dense"),'
     lines = refused(6, 10, 8, 6)  # two shapes, one reason
@@ -84,10 +84,10 @@ HINT = "To leave these layers dense, put these rules first:"
 @pytest.mark.parametrize(
     ("text", "slot", "what"),
     [
-        ("fwd_lhs=mse(2,3)", "fwd_lhs", " along its features, whose 16 values"),
-        ("dlhs_g=mse(2,3)", "dlhs_g", " along its features, whose 32 values"),
-        ("fwd_rhs=ste(transposable(1,16)); dlhs_rhs=raw(mse(2,3))", "dlhs_rhs", " of shape (16, 32)"),
-        ("fwd_rhs=ste(transposable(3,6))", "fwd_rhs", " of shape (16, 32)"),
+        ("y_x=mse(2,3)", "y_x", " along its features, whose 16 values"),
+        ("dx_g=mse(2,3)", "dx_g", " along its features, whose 32 values"),
+        ("y_w=ste(transposable(1,16)); dx_w=raw(mse(2,3))", "dx_w", " of shape (16, 32)"),
+        ("y_w=ste(transposable(3,6))", "y_w", " of shape (16, 32)"),
     ],
 )
 def test_every_slot_of_features_is_checked(text, slot, what):
@@ -102,11 +102,11 @@ def test_tokens_are_checked_where_they_are_known_and_the_layer_is_named():
     model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
     model(jnp.ones((7, 16)))  # nothing is differentiated, so nothing is pruned
     with pytest.raises(
-        ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) prunes an array of shape \(7, \d+\) .* 7 values do not divide"
+        ValueError, match=r"(up|down): dw_g=mvue\(2,4\) prunes an array of shape \(7, \d+\) .* 7 values do not divide"
     ):
         nnx.grad(lambda m: m(jnp.ones((7, 16))).sum())(model)
     through = nnx.remat(lambda m, x: m(x))
-    with pytest.raises(ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) .* 7 values"):
+    with pytest.raises(ValueError, match=r"(up|down): dw_g=mvue\(2,4\) .* 7 values"):
         nnx.jit(nnx.grad(lambda m: through(m, jnp.ones((7, 16))).sum()))(model)
 
 
@@ -138,7 +138,7 @@ class Cell(nnx.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("text", ["s_ste(2,4)", "mvue(2,4)", "fwd_rhs=ste(soft(2,4))"])
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "mvue(2,4)", "y_w=ste(soft(2,4))"])
 def test_a_stack_reached_without_its_axis(text):
     cells = nnx.vmap(Cell)(nnx.Rngs(0).split(3))
     nm.nnx.sparsify(cells, recipe(text))
@@ -285,13 +285,13 @@ def test_groups_that_straddle_shards(kind):
     with jax.set_mesh(mesh):
         with pytest.raises(
             ValueError,
-            match=r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(24, 8\), sharded as .*: its groups of 4 would "
+            match=r"y_w=ste\(mse\(2,4\)\) prunes an array of shape \(24, 8\), sharded as .*: its groups of 4 would "
             r"lie on two devices, because axis 0 has 24 values on 4 devices\. Shard another axis, use fewer devices "
             r"along 'fsdp', or leave",
         ):
             nm.nnx.sparsify(model, recipe("ste(2,4)"))
         with pytest.raises(ValueError, match=r"transposable.*its groups of 4 would lie on two devices, because axis 0"):
-            nm.nnx.sparsify(model, recipe("fwd_rhs=ste(transposable(2,4)); dlhs_rhs=raw(mse(2,4))"))
+            nm.nnx.sparsify(model, recipe("y_w=ste(transposable(2,4)); dx_w=raw(mse(2,4))"))
         nm.nnx.sparsify(model, recipe("ste(2,6)"))
 
 
@@ -300,7 +300,7 @@ def test_tokens_that_straddle_shards_on_an_explicit_mesh():
     with jax.set_mesh(mesh):
         model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
         x = jax.device_put(jnp.ones((24, 16)), NamedSharding(mesh, P("data", None)))
-        with pytest.raises(ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) .*axis 0 has 24 values on 4 devices"):
+        with pytest.raises(ValueError, match=r"(up|down): dw_g=mvue\(2,4\) .*axis 0 has 24 values on 4 devices"):
             nnx.jit(nnx.grad(lambda m: m(x).sum()))(model)
 
 

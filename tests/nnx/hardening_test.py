@@ -42,7 +42,7 @@ FINAL = (
     "mdgf(1,4,linear(1,0,4))",
     "sdgf(1,4,steps=8)",
     "bdwp()",
-    "fwd_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))",
+    "y_x=mse(2,4); y_w=ste(mse(2,4))",
 )
 
 
@@ -142,8 +142,8 @@ def test_it_says_where_a_method_ends_dense():
 
 def test_a_held_mask_is_what_hardens():
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    nm.nnx.sparsify(model, recipe("fwd_rhs=ste(hold(mse(2,4),every=100))"))
-    mask = model.nm_site.state["fwd_rhs"][...]
+    nm.nnx.sparsify(model, recipe("y_w=ste(hold(mse(2,4),every=100))"))
+    mask = model.nm_site.state["y_w"][...]
     randomly(model)
     model.kernel[...] = model.kernel[...] * jnp.where(mask, 0.01, 1.0)  # which other ranks would drop
     np.testing.assert_array_equal(nm.nnx.harden(model).kernel[...], jnp.where(mask, model.kernel[...], 0))
@@ -161,7 +161,7 @@ def test_inside_jit_and_of_a_split_state():
 def test_activations_stay_pruned():
     model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((r"down", "activation(2,4)"),)))
     hard = nm.nnx.harden(model)
-    assert hard.down.nm_site.sparsity == nm.parse("fwd_lhs=mse(2,4)")
+    assert hard.down.nm_site.sparsity == nm.parse("y_x=mse(2,4)")
     x = jax.random.normal(jax.random.key(0), (4, 16))
     np.testing.assert_array_equal(hard(x), model(x))
     dense = nnx.clone(hard)
@@ -171,7 +171,7 @@ def test_activations_stay_pruned():
 
 def test_hardened_again_it_keeps_its_pattern():
     """A hardened layer may still prune activations."""
-    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe({"down": "ste(2,4); fwd_lhs=mse(2,4)"}))
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe({"down": "ste(2,4); y_x=mse(2,4)"}))
     once = nm.nnx.harden(model)
     twice = nm.nnx.harden(once)
     assert nm.nnx.patterns(twice) == nm.nnx.patterns(once)
@@ -182,9 +182,7 @@ def test_hardened_again_it_keeps_its_pattern():
 
 def test_one_shot_pruning_warns_of_no_schedule(recwarn):
     model, x = Mlp(16, 32, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (64, 16))
-    pruned = nm.nnx.prune(
-        model, "mdgf(2,4,linear(1,0,80)); fwd_lhs=ste(stages(((0,identity),(9,mse(2,4)))))", [x]
-    ).model
+    pruned = nm.nnx.prune(model, "mdgf(2,4,linear(1,0,80)); y_x=ste(stages(((0,identity),(9,mse(2,4)))))", [x]).model
     assert not [str(w.message) for w in recwarn if "harden" in str(w.message)]
     assert str(pruned.up.hardened) == "2:4 along axis 0"
 
@@ -225,7 +223,7 @@ def test_tied_weights():
         model.b.kernel = model.a.kernel
         return nm.nnx.sparsify(model, nm.Recipe(((r"a", "s_ste(2,4)"), (r"b", second))))
 
-    model = tied("s_ste(2,4); drhs_g=identity")
+    model = tied("s_ste(2,4); dw_g=identity")
     hard = nm.nnx.harden(model)
     expected = nm.prune(nm.soft(2, 4), model.a.kernel[...], axis=0, state=nm.nnx.scales(model)["a"])
     np.testing.assert_array_equal(hard.a.kernel[...], expected)  # and not shrunk twice
@@ -233,7 +231,7 @@ def test_tied_weights():
     for second in ("ste(2,4)", "dense", "s_ste(1,4)"):
         with pytest.raises(
             ValueError,
-            match=r"^a: fwd_rhs=ste\(soft\(2,4\)\) prunes a weight of shape \(16, 16\) that b/kernel uses too, .*"
+            match=r"^a: y_w=ste\(soft\(2,4\)\) prunes a weight of shape \(16, 16\) that b/kernel uses too, .*"
             r"\(r\"a\", \"dense\"\)\.$",
         ):
             nm.nnx.harden(tied(second))
@@ -249,7 +247,7 @@ def test_tied_weights():
 
 
 def test_a_random_forward_weight_has_no_final_form():
-    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("fwd_rhs=ste(uniform(2,4))"))
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("y_w=ste(uniform(2,4))"))
     with pytest.raises(ValueError, match="^(up|down): uniform.* no final form"):
         nm.nnx.harden(model)
 
@@ -259,7 +257,7 @@ def test_tied_weights_of_one_rule_that_differ_all_the_same(how):
     make = lambda seed, **k: nnx.Conv(8, 8, (1, 1), use_bias=False, rngs=nnx.Rngs(seed), **k)
     mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (1, 1, 8, 8)), jnp.float32)
     model = nnx.Dict(a=make(0), b=make(1, mask=mask) if how == "a mask" else make(1))
-    texts = {"held for longer": ["fwd_rhs=ste(hold(mse(2,4),every=2))", "fwd_rhs=ste(hold(mse(2,4),every=9))"]}
+    texts = {"held for longer": ["y_w=ste(hold(mse(2,4),every=2))", "y_w=ste(hold(mse(2,4),every=9))"]}
     a, b = texts.get(how, ["s_ste(2,4)"] * 2)
     if how != "other scales":
         model.b.kernel = model.a.kernel
@@ -269,7 +267,7 @@ def test_tied_weights_of_one_rule_that_differ_all_the_same(how):
     nm.nnx.sparsify(model, rules)
     if how == "other scales":
         model.b.kernel = model.a.kernel
-    with pytest.raises(ValueError, match="a: fwd_rhs=.* uses too, .* has no single final form"):
+    with pytest.raises(ValueError, match="a: y_w=.* uses too, .* has no single final form"):
         nm.nnx.harden(model)
 
 
@@ -298,11 +296,11 @@ def test_the_dtype_of_a_layers_own_promotion():
         ("s_ste(2,4)", 0, None),
         ("fst(every=3)", 4, None),
         (
-            "fwd_lhs=ste(stages(((0,identity),(8,mse(2,4)))))",
+            "y_x=ste(stages(((0,identity),(8,mse(2,4)))))",
             4,
             "harden at step 4: the schedules of the inputs of (down|up) have not ended",
         ),
-        ("fwd_lhs=ste(stages(((0,identity),(8,mse(2,4)))))", 8, None),
+        ("y_x=ste(stages(((0,identity),(8,mse(2,4)))))", 8, None),
     ],
 )
 def test_a_harden_before_the_schedule_has_ended_says_so(method, step, said):
@@ -316,7 +314,7 @@ def test_a_harden_before_the_schedule_has_ended_says_so(method, step, said):
     if said is not None:
         assert messages[0].startswith(said)
         assert caught[0].filename == __file__
-    if not method.startswith("fwd_lhs"):  # then the weights have no pattern
+    if not method.startswith("y_x"):  # then the weights have no pattern
         assert set(map(int, nm.nnx.violations(hard).values())) == {0}
 
 
@@ -370,7 +368,7 @@ def test_a_product_that_may_be_dense_may_be_dense_when_hardened():
             return self.scores(p, v)
 
     p, v = jax.nn.softmax(jnp.ones((1, 2, 6, 6))), jnp.arange(48.0).reshape(1, 6, 2, 4)
-    model = nm.nnx.sparsify(Attention(), recipe("fwd_lhs=mse(2,4) else dense", "scores"))
+    model = nm.nnx.sparsify(Attention(), recipe("y_x=mse(2,4) else dense", "scores"))
     np.testing.assert_array_equal(nm.nnx.harden(model)(p, v), model(p, v))
     assert nm.nnx.gradient_errors(model, lambda m, p, v: m(p, v).sum(), p, v) == {}
 
@@ -381,7 +379,7 @@ def test_a_mask_of_the_last_stage_keeps_the_layout_of_training():
     def hardened(first):
         stages = nm.stages(((0, first), (100, nm.hold(nm.mse(2, 4)))))
         model = nnx.LinearGeneral((2, 4), 4, axis=(-2, -1), rngs=nnx.Rngs(0))
-        model = nm.nnx.sparsify(model, nm.Recipe({".*": nm.Sparsity(fwd_rhs=nm.ste(stages))}))
+        model = nm.nnx.sparsify(model, nm.Recipe({".*": nm.Sparsity(y_w=nm.ste(stages))}))
         nm.nnx.set_step(model, 100)
         x = np.eye(8, dtype=np.float32).reshape(8, 2, 4)
         hard = nm.nnx.harden(model)
@@ -395,13 +393,13 @@ def test_a_mask_of_the_last_stage_keeps_the_layout_of_training():
 @pytest.mark.parametrize(
     ("text", "step", "said"),
     [
-        ("fwd_rhs=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 5, "have not ended"),
-        ("fwd_rhs=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 100, None),
+        ("y_w=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 5, "have not ended"),
+        ("y_w=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 100, None),
         ("mdgf(2,4,linear(1,0,300))", 100, "have not ended"),
         ("mdgf(2,4,linear(1,0,300))", 300, None),
         ("mdgf(2,4,linear(0,1,300))", 100, "have not ended"),
         ("mdgf(2,4,linear(0,1,300))", 300, "have ended at values that are not those of the final form"),
-        ("fwd_rhs=ste(hold(uniform(2,4,rescale=False),every=4))", 5, None),
+        ("y_w=ste(hold(uniform(2,4,rescale=False),every=4))", 5, None),
     ],
 )
 def test_the_warning_says_whether_the_schedule_has_ended(text, step, said):

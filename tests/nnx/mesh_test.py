@@ -15,7 +15,7 @@ from tests.networks import Mlp
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-METHODS = ("s_ste(2,4)", "fst(every=2)", "fwd_rhs=ste(hold(mse(2,4),every=2)); dlhs_g=mvue(2,4); drhs_g=mvue(2,4)")
+METHODS = ("s_ste(2,4)", "fst(every=2)", "y_w=ste(hold(mse(2,4),every=2)); dx_g=mvue(2,4); dw_g=mvue(2,4)")
 
 
 def whole(seed, *shape):
@@ -102,7 +102,7 @@ def test_a_mesh_trains_as_one_device_does(text, layout, kind):
     with jax.set_mesh(mesh):
         model = sparse(placed(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), mesh, LAYOUTS[layout]), text)
         if "hold" in text:  # a mask lies as its weight does: it is not whole on every device
-            mask = model.up.nm_site.state["fwd_rhs"]
+            mask = model.up.nm_site.state["y_w"]
             assert mask.sharding.is_equivalent_to(model.up.kernel.sharding, 2)
         result = steps(model, jax.device_put(x, NamedSharding(mesh, P("d", None))))
     check_alike(result, expected)
@@ -145,7 +145,7 @@ def test_sharding_metadata_is_the_kernels():
         model = make(nnx.Rngs(0).split(3))
         nm.nnx.sparsify(model, nm.Recipe(((".*", "fst()"),)))
     specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.NM))["nm_site"]
-    assert specs["state"]["fwd_rhs"].get_value() == P("layers", "in", "out")
+    assert specs["state"]["y_w"].get_value() == P("layers", "in", "out")
     assert specs["words"].get_value() == specs["time"].get_value() == P("layers", None, None)
 
 
@@ -180,6 +180,6 @@ def test_orders_that_gather_from_other_devices():
     model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, P("d", None))))
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="dlhs_rhs=permute.*: its order gathers values from other devices"),
+        pytest.raises(ValueError, match="dx_w=permute.*: its order gathers values from other devices"),
     ):
         nm.nnx.sparsify(model, nm.Recipe(((".*", "bi_mask()"),)))

@@ -66,7 +66,7 @@ def gradients(model, parts, share):
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("text", "stacked"),
-    [("fwd_rhs=ste(hold(mse(2,4),3))", False), ("s_ste(fp8=True)", True), ("fwd_rhs=ste(mvue(2,4))", True)],
+    [("y_w=ste(hold(mse(2,4),3))", False), ("s_ste(fp8=True)", True), ("y_w=ste(mvue(2,4))", True)],
 )
 def test_packed_once_the_numbers_are_the_same(text, stacked):
     """Masks that are renewed at the step are those that are packed."""
@@ -81,7 +81,7 @@ def test_packed_once_the_numbers_are_the_same(text, stacked):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("text", "count"), [("fwd_rhs=ste(transposable(2,4))", 2), ("s_ste(fp8=True)", 2)])
+@pytest.mark.parametrize(("text", "count"), [("y_w=ste(transposable(2,4))", 2), ("s_ste(fp8=True)", 2)])
 def test_forms_are_what_is_multiplied(text, count):
     """If one form is doubled, either y or dx is doubled, and nothing else changes."""
     s, x, w, g = nm.parse(text), random((128, 128)), random((128, 128), 1), random((128, 128), 2)
@@ -94,7 +94,7 @@ def test_forms_are_what_is_multiplied(text, count):
     def all_of(packed):
         call = lambda x: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=ctx, packed=packed, backend="interpret")
         y, vjp = jax.vjp(call, x)
-        return {"fwd": y.astype(jnp.float32), "dlhs": vjp(g)[0].astype(jnp.float32)}
+        return {"y": y.astype(jnp.float32), "dx": vjp(g)[0].astype(jnp.float32)}
 
     right = all_of(None)
     for key, form in forms.items():
@@ -124,7 +124,7 @@ def test_what_was_packed_before_pays_sooner():
         with nm.nnx.packed(model, jax.eval_shape(lambda model: nm.nnx.pack(model, x), model)):
             assert nm.nnx.plan(model, x).runs == {"packed": 2}
         few, many = jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16), jax.ShapeDtypeStruct((16384, 768), jnp.bfloat16)
-        s, w = nm.parse("fwd_rhs=ste(transposable(2,4))"), jax.ShapeDtypeStruct((768, 3072), jnp.bfloat16)
+        s, w = nm.parse("y_w=ste(transposable(2,4))"), jax.ShapeDtypeStruct((768, 3072), jnp.bfloat16)
 
         def gradient(x, w):  # packed for fewer tokens: what is missing then is packed by itself
             packed = packed_weight(as_dot(few, w, PLAIN), few, w, s)
@@ -137,11 +137,11 @@ def test_what_was_packed_before_pays_sooner():
 def test_a_slot_that_does_not_fit_is_no_reason_not_to_pack_the_weight():
     """4,104 tokens are no whole groups of 16, so dw is dense. y is packed."""
     x, w = jax.ShapeDtypeStruct((4104, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
-    s = nm.parse("ste(2,4); drhs_g=mvue(2,16) else dense")
+    s = nm.parse("ste(2,4); dw_g=mvue(2,16) else dense")
     with on():
         forms = lambda w: packed_weight(as_dot(x, w, PLAIN), x, w, s, backend="pallas")
         made = jax.eval_shape(lambda w: {key.product: form for key, form in forms(w).items()}, w)
-        assert list(made) == ["fwd"]
+        assert list(made) == ["y"]
 
 
 def test_forms_of_another_model_are_refused():

@@ -9,7 +9,7 @@ from flax import nnx
 import nmjax as nm
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)
-TEXT = "mdgf(2,4,linear(1,0,4,begin=3)); drhs_g=stages(((0,identity),(5,mvue(2,4))))"
+TEXT = "mdgf(2,4,linear(1,0,4,begin=3)); dw_g=stages(((0,identity),(5,mvue(2,4))))"
 
 
 def model(text=TEXT, backend="auto", dtype=None):
@@ -46,7 +46,7 @@ def test_only_a_new_phase_is_a_new_program():
 
 @pytest.mark.kernels
 def test_a_product_runs_packed_in_its_phase():
-    text = "mdgf(2,4,linear(1,0,4)); drhs_g=mvue(2,4)"
+    text = "mdgf(2,4,linear(1,0,4)); dw_g=mvue(2,4)"
     whole, phased = (model(text, "interpret", jnp.bfloat16) for _ in range(2))
     nm.nnx.phase(phased, 4)
     how = lambda m: [route.how for _, route in nm.nnx.plan(m, X.astype(jnp.bfloat16)).layers[0].runs]
@@ -63,7 +63,7 @@ def test_the_plan_tells_it_phase_by_phase():
         plan = nm.nnx.plan(made, nm.Recipe(((".*", TEXT),)), x)
     assert plan.phases == (4, 5, 7)
     said = " ".join(repr(plan).split())
-    assert "In one program for all steps: Emulated (zeros are multiplied) y of (the model): fwd_rhs=decay" in said
+    assert "In one program for all steps: Emulated (zeros are multiplied) y of (the model): y_w=decay" in said
     assert "From step 0 (1.00 of the FLOPs): All products are dense" in said
     assert "From step 5 (0.83 of the FLOPs): Packed dw of (the model): g by hopper's kernels" in said
     assert "From step 7 (0.67 of the FLOPs): Packed y of (the model): w by hopper's kernels" in said
@@ -72,17 +72,15 @@ def test_the_plan_tells_it_phase_by_phase():
 
 def test_a_layer_that_is_left_dense_stays_dense():
     """Its 62 features have no groups of four, in no phase; the number of tokens is known from a call alone."""
-    text = (
-        "fwd_rhs=ste(stages(((0,identity),(5,mse(2,4))))); dlhs_g=mse(1,2); drhs_g=stages(((0,mse(1,2)),(5,mse(2,4))))"
-    )
+    text = "y_w=ste(stages(((0,identity),(5,mse(2,4))))); dx_g=mse(1,2); dw_g=stages(((0,mse(1,2)),(5,mse(2,4))))"
     recipe = nm.Recipe(((".*", f"{text}; else dense"),))
     plan = nm.nnx.plan(nnx.Linear(62, 64, rngs=nnx.Rngs(0)), recipe, X[:, :62])
     assert plan.layers[0].phases == ()
     assert plan.layers[0].sparsity == nm.Sparsity()
     fits = model(f"{text}; else dense")
-    assert nm.nnx.phase(fits, 5).nm_site.now.fwd_rhs == nm.ste(nm.mse(2, 4))
-    assert nm.nnx.phase(fits, 0).nm_site.now.slots["fwd_rhs"].core == nm.identity
-    assert nm.nnx.phase(fits, 0).nm_site.now.drhs_g == nm.parse(text).drhs_g
+    assert nm.nnx.phase(fits, 5).nm_site.now.y_w == nm.ste(nm.mse(2, 4))
+    assert nm.nnx.phase(fits, 0).nm_site.now.slots["y_w"].core == nm.identity
+    assert nm.nnx.phase(fits, 0).nm_site.now.dw_g == nm.parse(text).dw_g
 
 
 @pytest.mark.parametrize(
@@ -92,21 +90,21 @@ def test_a_layer_that_is_left_dense_stays_dense():
 @pytest.mark.parametrize("slot", [False, True])
 def test_a_method_that_may_be_dense_has_all_its_phases(method, starts, slot):
     """In each phase the layer prunes as without ``else dense``: a phase never lasts beyond its own steps."""
-    whole = nm.Sparsity(fwd_rhs=nm.parse(method).fwd_rhs)
-    either = nm.Sparsity(fwd_rhs=whole.fwd_rhs, else_dense=("fwd_rhs",) if slot else True)
+    whole = nm.Sparsity(y_w=nm.parse(method).y_w)
+    either = nm.Sparsity(y_w=whole.y_w, else_dense=("y_w",) if slot else True)
     made, alone = (model(str(sparsity)) for sparsity in (either, whole))
     assert nm.nnx.plan(made, X).phases == nm.nnx.plan(alone, X).phases == starts
     w = made.kernel[...]
     for step in sorted({0, *starts, *(start - 1 for start in starts), starts[-1] + 50}):
         now = nm.nnx.phase(made, step).nm_site.now
-        assert now.fwd_rhs == nm.nnx.phase(alone, step).nm_site.now.fwd_rhs
+        assert now.y_w == nm.nnx.phase(alone, step).nm_site.now.y_w
         ctx = nm.Ctx(step=step)
-        pruned = [pruner(w, axis=0, ctx=ctx) for pruner in (now.fwd_rhs, whole.fwd_rhs)]
+        pruned = [pruner(w, axis=0, ctx=ctx) for pruner in (now.y_w, whole.y_w)]
         np.testing.assert_array_equal(*pruned)
 
 
 def test_a_model_in_a_phase_has_the_plan_of_the_phase():
-    text = "drhs_lhs=rows(stages(((0,identity),(9,mvue(1,4)))))"
+    text = "dw_x=rows(stages(((0,identity),(9,mvue(1,4)))))"
     made = model(text, "compact")
     plan = nm.nnx.plan(nm.nnx.phase(made, 9), X)
     assert plan.phases == (9,)

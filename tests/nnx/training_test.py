@@ -17,7 +17,7 @@ RECIPES = {
     "gpt": nm.Recipe(((r"blocks/mlp/.*", "s_ste(2,4)"), (r"blocks/attention/out", "fst(every=2)"),
                       (r"blocks/.*", "mdgf(2,4,linear(1,0,8))"))),
     "resnet": nm.Recipe(((r"stem|.*/shortcut|head", "dense"), (r"blocks/0/.*", "s_ste(2,4)"),
-                         (r".*", "sr_ste(2,4); dlhs_g=rescale(mse(2,4))"))),
+                         (r".*", "sr_ste(2,4); dx_g=rescale(mse(2,4))"))),
 }  # fmt: skip
 
 SGD = optax.sgd(0.1, momentum=0.5)  # one value: optax's closures compare by identity, and another would compile again
@@ -126,7 +126,7 @@ def test_masks_for_the_optimizer_and_for_flip_rates():
 def test_masks_that_a_dense_model_would_have():
     model, _ = task("resnet")
     kernel = model.blocks[0].conv1.kernel[...]
-    for text in ("ste(2,4)", "s_ste(2,4)", "fwd_rhs=ste(hold(mse(2,4)))"):
+    for text in ("ste(2,4)", "s_ste(2,4)", "y_w=ste(hold(mse(2,4)))"):
         masks = nnx.jit(nm.nnx.masks)(nm.nnx.sparsify(nnx.clone(model), nm.Recipe(((r"blocks/.*", text),))))
         np.testing.assert_array_equal(masks["blocks"][0]["conv1"]["kernel"][...], nm.groups.top(kernel, 2, 2, 4))
         assert masks["stem"]["kernel"].shape == ()
@@ -137,7 +137,7 @@ def test_masks_that_a_dense_model_would_have():
 def test_masks_are_those_in_use():
     """The mask of a random weight is the one that the product uses at this step and micro-step."""
     model = nm.nnx.sparsify(
-        nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "fwd_rhs=ste(uniform(2,4))"),))
+        nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "y_w=ste(uniform(2,4))"),))
     )
     nm.nnx.set_step(model, 3, 2)
     np.testing.assert_array_equal(model(jnp.eye(16)) != 0, nm.nnx.masks(model)["kernel"][...])

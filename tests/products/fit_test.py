@@ -34,18 +34,18 @@ def equal(a, b):
     ("text", "tokens", "inward", "outward", "same_as"),
     [
         # one slot
-        ("ste(2,4); drhs_g=mvue(2,4) else dense", 6, 8, 4, "ste(2,4)"),
-        ("ste(2,4); drhs_g=mvue(2,4) else dense", 8, 8, 4, "ste(2,4); drhs_g=mvue(2,4)"),
-        ("fwd_rhs=ste(mse(2,4)) else dense; drhs_g=mvue(2,4)", 8, 6, 4, "drhs_g=mvue(2,4)"),
-        ("fwd_rhs=ste(mse(2,4)) else dense; dlhs_g=mse(2,4) else dense", 8, 6, 6, "dense"),
-        ("fwd_rhs=ste(mse(2,4)) else dense; dlhs_g=mse(2,4) else dense", 8, 8, 6, "ste(2,4)"),
+        ("ste(2,4); dw_g=mvue(2,4) else dense", 6, 8, 4, "ste(2,4)"),
+        ("ste(2,4); dw_g=mvue(2,4) else dense", 8, 8, 4, "ste(2,4); dw_g=mvue(2,4)"),
+        ("y_w=ste(mse(2,4)) else dense; dw_g=mvue(2,4)", 8, 6, 4, "dw_g=mvue(2,4)"),
+        ("y_w=ste(mse(2,4)) else dense; dx_g=mse(2,4) else dense", 8, 6, 6, "dense"),
+        ("y_w=ste(mse(2,4)) else dense; dx_g=mse(2,4) else dense", 8, 8, 6, "ste(2,4)"),
         # the whole layer
         ("bdwp() else dense", 8, 8, 8, "bdwp()"),
         ("bdwp() else dense", 8, 6, 8, "dense"),
         ("bdwp() else dense", 8, 8, 6, "dense"),
         # its slots of dw alone, because the number of tokens is another in each call
-        ("ste(2,4); drhs_g=mvue(2,4); else dense", 6, 8, 4, "ste(2,4)"),
-        ("ste(2,4); drhs_g=mvue(2,4); else dense", 6, 6, 4, "dense"),
+        ("ste(2,4); dw_g=mvue(2,4); else dense", 6, 8, 4, "ste(2,4)"),
+        ("ste(2,4); dw_g=mvue(2,4); else dense", 6, 6, 4, "dense"),
     ],
 )
 def test_a_product_prunes_what_fits(text, tokens, inward, outward, same_as):
@@ -55,25 +55,23 @@ def test_a_product_prunes_what_fits(text, tokens, inward, outward, same_as):
 
 def test_what_fits_does_not_depend_on_64_bits():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 6, 8), (8, 8)))
-    s = nm.parse("drhs_g=rows(mvue(1,4),by='both') else dense")
+    s = nm.parse("dw_g=rows(mvue(1,4),by='both') else dense")
     with jax.enable_x64(True):
-        assert fitting(as_dot(x, w, (((2,), (0,)), ((), ()))), x, w, s)[0].drhs_g == s.drhs_g
+        assert fitting(as_dot(x, w, (((2,), (0,)), ((), ()))), x, w, s)[0].dw_g == s.dw_g
 
 
 def test_without_else_dense_misfits_are_refused():
-    with pytest.raises(ValueError, match="fwd_rhs=ste.mse.2,4.. prunes an array of shape .6, 4."):
-        gradients(whole(0, 8, 6), whole(1, 6, 4), "fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4) else dense")
+    with pytest.raises(ValueError, match="y_w=ste.mse.2,4.. prunes an array of shape .6, 4."):
+        gradients(whole(0, 8, 6), whole(1, 6, 4), "y_w=ste(mse(2,4)); dw_g=mvue(2,4) else dense")
 
 
 def test_the_reasons_name_slot_and_size():
     x, w = whole(0, 6, 6), whole(1, 6, 4)
     op = as_dot(x, w, MATMUL)
-    sparsity, reasons = fitting(
-        op, x, w, nm.parse("ste(2,4); drhs_g=mvue(2,4) else dense; fwd_lhs=mse(2,4) else dense")
-    )
-    assert str(sparsity) == "fwd_rhs=ste(mse(2,4))"
-    assert list(reasons) == ["fwd_lhs", "drhs_g"]
-    assert reasons["drhs_g"].startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 4) along its contraction axis 0")
+    sparsity, reasons = fitting(op, x, w, nm.parse("ste(2,4); dw_g=mvue(2,4) else dense; y_x=mse(2,4) else dense"))
+    assert str(sparsity) == "y_w=ste(mse(2,4))"
+    assert list(reasons) == ["y_x", "dw_g"]
+    assert reasons["dw_g"].startswith("dw_g=mvue(2,4) prunes an array of shape (6, 4) along its contraction axis 0")
 
 
 def test_groups_on_two_devices_are_no_reason():
@@ -101,9 +99,9 @@ class Net(nnx.Module):
     ("text", "tokens", "first", "others"),
     [
         ("s_ste(2,4) else dense", 8, "dense", "s_ste(2,4)"),
-        ("s_ste(2,4) else dense", 6, "dense", "fwd_rhs=ste(soft(2,4))"),
-        ("fwd_rhs=ste(soft(2,4)) else dense; drhs_g=mvue(2,4) else dense", 8, "drhs_g=mvue(2,4)", "s_ste(2,4)"),
-        ("fwd_rhs=ste(soft(2,4)) else dense; drhs_g=mvue(2,4) else dense", 6, "dense", "fwd_rhs=ste(soft(2,4))"),
+        ("s_ste(2,4) else dense", 6, "dense", "y_w=ste(soft(2,4))"),
+        ("y_w=ste(soft(2,4)) else dense; dw_g=mvue(2,4) else dense", 8, "dw_g=mvue(2,4)", "s_ste(2,4)"),
+        ("y_w=ste(soft(2,4)) else dense; dw_g=mvue(2,4) else dense", 6, "dense", "y_w=ste(soft(2,4))"),
     ],
 )
 def test_a_model_prunes_what_fits(text, tokens, first, others):
@@ -128,13 +126,13 @@ def test_a_plan_lists_what_stays_dense():
     assert not plan.refused
     by_path = {layer.path: (str(layer.sparsity), [slot for slot, _ in layer.else_dense]) for layer in plan.layers}
     assert by_path == {
-        "first": ("dense", ["fwd_rhs", "drhs_g"]),
-        "second": ("fwd_rhs=ste(soft(2,4)); else dense", ["drhs_g"]),
-        "head": ("fwd_rhs=ste(soft(2,4)); else dense", ["drhs_g"]),
+        "first": ("dense", ["y_w", "dw_g"]),
+        "second": ("y_w=ste(soft(2,4)); else dense", ["dw_g"]),
+        "head": ("y_w=ste(soft(2,4)); else dense", ["dw_g"]),
     }
     said = " ".join(str(plan).split())
     assert said.count("Dense, as the rule says: ") == 2
-    assert "Dense, as the rule says: first: fwd_rhs=ste(soft(2,4)) prunes an array of shape (6, 8)" in said
+    assert "Dense, as the rule says: first: y_w=ste(soft(2,4)) prunes an array of shape (6, 8)" in said
     assert plan.forward == (2 * 6 * (48 + 64 + 48), 6 * (2 * 48 + 64 + 48))
     sparse = nm.nnx.plan(nm.nnx.sparsify(model, recipe), whole(0, 6, 6))
     assert sparse.training == plan.training
@@ -157,10 +155,10 @@ def test_a_function_prunes_what_fits():
 
 def test_what_else_dense_refuses():
     ste = nm.ste(nm.mse(2, 4))
-    with pytest.raises(ValueError, match="'drhs_g' is not a slot that prunes"):
-        nm.Sparsity(fwd_rhs=ste, else_dense=("drhs_g",))
+    with pytest.raises(ValueError, match="'dw_g' is not a slot that prunes"):
+        nm.Sparsity(y_w=ste, else_dense=("dw_g",))
     assert nm.Sparsity(else_dense=True) == nm.Sparsity()
-    assert nm.Sparsity(fwd_rhs=ste, else_dense=()) == nm.Sparsity(fwd_rhs=ste)
+    assert nm.Sparsity(y_w=ste, else_dense=()) == nm.Sparsity(y_w=ste)
 
 
 def test_a_linen_model_prunes_what_fits():
@@ -186,7 +184,7 @@ def test_a_linen_model_prunes_what_fits():
 def test_a_slot_that_no_call_can_prune_is_dense_before_any_call():
     """Both operands have rows for a kernel of 1, and for no larger one, however many tokens there are."""
     model = nnx.Sequential(nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0)), nnx.Conv(8, 8, (1, 1), rngs=nnx.Rngs(0)))
-    text = "ste(2,4); drhs_g=rows(mvue(1,4),by='both')"
+    text = "ste(2,4); dw_g=rows(mvue(1,4),by='both')"
     with pytest.raises(ValueError, match="layers/0: .*a convolution whose kernel is larger than 1.*Write by='own'"):
         nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": text}))
     x, results = whole(0, 32, 8).reshape(2, 4, 4, 8), []

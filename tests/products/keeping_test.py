@@ -16,14 +16,14 @@ from nmjax.products.slot import slot_context
 from tests.products.products_test import DOTS, MATMUL, TOKENS, normal, products
 
 SLOTS = {  # the share of x that is kept, of 32 float32 features: values, and a bit for each or a place for each row
-    "drhs_lhs=rows(mvue(1,4))": 1 / 4 * (1 + 1 / 32),
-    "drhs_lhs=rows(mvue(2,4))": 1 / 2 * (1 + 1 / 32),
-    "drhs_lhs=mse(2,4)": 1 / 2 + 1 / 32,
-    "drhs_lhs=mvue(2,4)": 1 / 2 + 1 / 32,
-    "drhs_lhs=mvue(1,8)": 1 / 8 + 1 / 32,
-    "drhs_lhs=raw(mse(3,16)); fwd_lhs=ste(mse(2,4))": 3 / 16 + 1 / 32,
-    "drhs_lhs=raw(rows(mvue(1,4))); fwd_lhs=ste(mse(2,4))": 1 / 4 * (1 + 1 / 32),
-    "drhs_lhs=mse(2,4); drhs_g=rows(mvue(1,4))": 1 / 2 + 1 / 32,
+    "dw_x=rows(mvue(1,4))": 1 / 4 * (1 + 1 / 32),
+    "dw_x=rows(mvue(2,4))": 1 / 2 * (1 + 1 / 32),
+    "dw_x=mse(2,4)": 1 / 2 + 1 / 32,
+    "dw_x=mvue(2,4)": 1 / 2 + 1 / 32,
+    "dw_x=mvue(1,8)": 1 / 8 + 1 / 32,
+    "dw_x=raw(mse(3,16)); y_x=ste(mse(2,4))": 3 / 16 + 1 / 32,
+    "dw_x=raw(rows(mvue(1,4))); y_x=ste(mse(2,4))": 1 / 4 * (1 + 1 / 32),
+    "dw_x=mse(2,4); dw_g=rows(mvue(1,4))": 1 / 2 + 1 / 32,
 }
 
 
@@ -37,15 +37,15 @@ def by_hand(text, x, g, dims=MATMUL):
     op, ctx = as_dot(x, jnp.zeros((x.shape[-1], g.shape[-1])), dims), nm.Ctx(nm.random.words(5), 3)
     axes = op.operands(x.ndim, 2)
     prune = lambda name, v: pruned(name, slots[name].pruner, v, axes[name], slot_context(ctx, name))
-    forward = prune("fwd_lhs", x)
-    kept = prune("drhs_lhs", x if slots["drhs_lhs"].raw else forward)
-    return jnp.einsum("ti,to->io", kept.reshape(-1, x.shape[-1]), prune("drhs_g", g).reshape(-1, g.shape[-1]))
+    forward = prune("y_x", x)
+    kept = prune("dw_x", x if slots["dw_x"].raw else forward)
+    return jnp.einsum("ti,to->io", kept.reshape(-1, x.shape[-1]), prune("dw_g", g).reshape(-1, g.shape[-1]))
 
 
 @pytest.mark.parametrize("text", SLOTS)
 @pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32), (4, 6, 32)])
 def test_dw_is_that_of_operands_pruned_by_hand(text, shape):
-    if np.prod(shape) // 32 % nm.parse(text).slots["drhs_lhs"].pruner.facts.block:
+    if np.prod(shape) // 32 % nm.parse(text).slots["dw_x"].pruner.facts.block:
         return
     dims = MATMUL if len(shape) == 2 else TOKENS
     x, w, g = normal(0, *shape), normal(1, 32, 24), normal(2, *shape[:-1], 24)
@@ -64,16 +64,16 @@ def test_what_is_kept_has_the_bytes_of_the_packed_form(text):
 
 def test_bfloat16_is_kept_in_nine_sixteenths():
     x, w = normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 24, dtype=jnp.bfloat16)
-    _, back = jax.vjp(of("drhs_lhs=mse(2,4)"), x, w)
+    _, back = jax.vjp(of("dw_x=mse(2,4)"), x, w)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8 == x.nbytes * 9 // 16
 
 
 def test_x_is_kept_where_the_backward_pass_needs_it():
     x, w = normal(0, 64, 32), normal(1, 32, 24)
     for text in (
-        "drhs_g=mse(2,4)",
-        "drhs_lhs=rows(mvue(1,4),by='both')",
-        "drhs_lhs=mse(2,4); drhs_g=rows(mse(2,4),by='both')",
+        "dw_g=mse(2,4)",
+        "dw_x=rows(mvue(1,4),by='both')",
+        "dw_x=mse(2,4); dw_g=rows(mse(2,4),by='both')",
     ):
         _, back = jax.vjp(of(text), x, w)
         assert any(leaf.shape == x.shape for leaf in jax.tree.leaves(back))
@@ -86,7 +86,7 @@ def test_packing_gives_the_operand_back(pattern, shape):
     lhs, rhs, dims = DOTS[shape]
     lhs = tuple(256 if a in dims[0][0][-1:] else size for a, size in enumerate(lhs))
     op = as_dot(jnp.zeros(lhs), jnp.zeros(rhs), dims)
-    operand = op.operands(len(lhs), len(rhs))["fwd_lhs"]
+    operand = op.operands(len(lhs), len(rhs))["y_x"]
     for dtype in (jnp.float32, jnp.bfloat16):
         x = normal(3, *lhs, dtype=dtype).at[(0,) * len(lhs)].set(jnp.nan)
         x = pruned("x", nm.mse(n, m), x, operand, nm.Ctx())
@@ -123,12 +123,12 @@ def test_bits_that_do_not_fill_bytes_are_not_packed():
     assert packed_pattern((2, 4), jnp.zeros((2, 12, 3)), Operand((0, 1), (2,), ())) == (2, 4)  # 24 tokens
     assert packed_pattern((2, 4), jnp.zeros((3, 12, 3)), Operand((0, 1), (2,), ())) is None
     x, w, g = normal(0, 12, 8), normal(1, 8, 4), normal(2, 12, 4)
-    _, _, dw = products(of("drhs_lhs=mse(2,4)"), x, w, g)
-    np.testing.assert_allclose(dw, by_hand("drhs_lhs=mse(2,4)", x, g), rtol=1e-5, atol=1e-5)
+    _, _, dw = products(of("dw_x=mse(2,4)"), x, w, g)
+    np.testing.assert_allclose(dw, by_hand("dw_x=mse(2,4)", x, g), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("text", ["drhs_lhs=mse(2,4)", "drhs_lhs=rows(mvue(1,4))"])
+@pytest.mark.parametrize("text", ["dw_x=mse(2,4)", "dw_x=rows(mvue(1,4))"])
 def test_devices_keep_their_own_tokens(kind, text):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
     arrays = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)
@@ -146,7 +146,7 @@ def test_bytes_that_would_lie_on_two_devices_are_not_packed():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     arrays = normal(0, 24, 16), normal(1, 16, 8), normal(2, 24, 8)
     placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(arrays, (P("d"), P(), P("d")), strict=True)]
-    text, operand = "drhs_lhs=mse(2,4)", Operand((0,), (1,), ())
+    text, operand = "dw_x=mse(2,4)", Operand((0,), (1,), ())
     assert packed_pattern((2, 4), arrays[0], operand) == (2, 4)
     assert packed_pattern((2, 4), placed[0], operand) is None
     with jax.set_mesh(mesh):
@@ -154,7 +154,7 @@ def test_bytes_that_would_lie_on_two_devices_are_not_packed():
     np.testing.assert_allclose(dw, by_hand(text, arrays[0], arrays[2]), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["drhs_lhs=mse(2,4)", "drhs_lhs=rows(mse(1,4))", "drhs_g=rows(mse(1,4))"])
+@pytest.mark.parametrize("text", ["dw_x=mse(2,4)", "dw_x=rows(mse(1,4))", "dw_g=rows(mse(1,4))"])
 def test_shard_map_sums_dw_over_devices(text):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x, w, g = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)
@@ -164,7 +164,7 @@ def test_shard_map_sums_dw_over_devices(text):
     np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["drhs_lhs=mse(2,4)", "drhs_lhs=rows(mvue(1,4))", "drhs_g=rows(mvue(1,4))"])
+@pytest.mark.parametrize("text", ["dw_x=mse(2,4)", "dw_x=rows(mvue(1,4))", "dw_g=rows(mvue(1,4))"])
 def test_texts_that_devices_share(text):
     """Each device has some of the texts."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
@@ -175,7 +175,7 @@ def test_texts_that_devices_share(text):
     np.testing.assert_allclose(dw, by_hand(text, x, g, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["drhs_lhs=rows(mvue(1,4))", "drhs_lhs=mse(2,4)"])
+@pytest.mark.parametrize("text", ["dw_x=rows(mvue(1,4))", "dw_x=mse(2,4)"])
 def test_remat_and_scan_keep_the_same(text):
     x, w = normal(0, 16, 32), jnp.stack([normal(1, 32, 32), normal(2, 32, 32)]) / 32**0.5  # tanh is far from 1 and -1
     block = lambda x, w: jnp.tanh(of(text)(x, w))
@@ -185,6 +185,6 @@ def test_remat_and_scan_keep_the_same(text):
 
 
 def test_second_derivatives_are_refused():
-    f = functools.partial(lambda w, x: of("drhs_lhs=mse(2,4)")(x, w).sum(), x=normal(0, 16, 8))
+    f = functools.partial(lambda w, x: of("dw_x=mse(2,4)")(x, w).sum(), x=normal(0, 16, 8))
     with pytest.raises(TypeError, match="no derivative beyond the gradient"):
         jax.grad(lambda w: jax.grad(f)(w).sum())(normal(1, 8, 4))

@@ -99,7 +99,7 @@ def test_pruners_with_norms_look_at_one_expert_at_a_time(text):
     """Also if the weights of one expert are much larger than those of the others."""
     x, w, g = operands()
     w = w * jnp.array([1.0, 100.0, 1.0, 1.0])[:, None, None] + whole(3, *w.shape)
-    sparsity, ctx = nm.parse(f"fwd_rhs=ste({text})"), nm.Ctx(state={"fwd_rhs": whole(4, IN) ** 2 + 1})
+    sparsity, ctx = nm.parse(f"y_w=ste({text})"), nm.Ctx(state={"y_w": whole(4, IN) ** 2 + 1})
     same(grouped(x, w, g, SIZES["uneven"], sparsity, ctx), by_loop(x, w, g, SIZES["uneven"], sparsity, ctx))
 
 
@@ -136,7 +136,7 @@ def test_the_layout_of_all_sizes(m):
 def test_sizes_of_any_integers_and_too_large_ones(dtype):
     x, w, g = operands()
     sizes = jnp.array([5, 3, 8, 6], dtype)
-    sparsity = nm.parse("drhs_g=mse(2,4)")
+    sparsity = nm.parse("dw_g=mse(2,4)")
     same(grouped(x, w, g, sizes, sparsity), by_loop(x, w, g, (5, 3, 8, 6), sparsity))
     too_many = jnp.array([5, 30, 8, 6], dtype)  # jax.lax.ragged_dot gives the second expert all that is left
     same(grouped(x, w, g, too_many, nm.Sparsity()), by_loop(x, w, g, (5, 17, 0, 0), nm.Sparsity()))
@@ -156,7 +156,7 @@ def test_an_empty_sparsity_is_lax(sizes, dtype):
     for a, b in zip(ours, wanted, strict=True):
         assert a.dtype == b.dtype == dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    keeping = nm.parse("dlhs_g=mse(4,4); dlhs_rhs=raw(mse(4,4)); drhs_g=mse(4,4); drhs_lhs=raw(mse(4,4))")
+    keeping = nm.parse("dx_g=mse(4,4); dx_w=raw(mse(4,4)); dw_g=mse(4,4); dw_x=raw(mse(4,4))")
     by_rule = grouped(x, w, g, sizes, keeping)  # the rule runs, and keeps all
     for a, b in zip(by_rule, wanted, strict=True):
         assert np.asarray(a + 0.0).tobytes() == np.asarray(b + 0.0).tobytes()
@@ -166,10 +166,10 @@ def test_an_empty_sparsity_is_lax(sizes, dtype):
 
 DETERMINISTIC = [
     *(f"{slot}={p}" for slot, p in itertools.product(SLOTS, ("mse(2,4)", "mse(1,2)"))),
-    "ste(2,4)", "sr_ste(2,4,lam=0.5)", "bdwp(2,4)", "bi_mask(2,4,lam=0.5)", "fst(2,4,lam=0.5); drhs_g=mse(2,4)",
+    "ste(2,4)", "sr_ste(2,4,lam=0.5)", "bdwp(2,4)", "bi_mask(2,4,lam=0.5)", "fst(2,4,lam=0.5); dw_g=mse(2,4)",
     "mdgf(2,4,constant(0.5))", "top_gradient(2,4)", "activation(2,4,'down')", "activation(2,4,'up')",
-    "s_ste(2,4); drhs_g=mse(2,4)", "ste(2,4); dlhs_rhs=raw(mse(2,4)); drhs_lhs=raw(mse(1,4)); fwd_lhs=mse(2,4)",
-    "sdgf(2,4,steps=9); drhs_g=mse(1,4); drhs_lhs=mse(3,4)",
+    "s_ste(2,4); dw_g=mse(2,4)", "ste(2,4); dx_w=raw(mse(2,4)); dw_x=raw(mse(1,4)); y_x=mse(2,4)",
+    "sdgf(2,4,steps=9); dw_g=mse(1,4); dw_x=mse(3,4)",
 ]  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_a_loop_over_experts_gives_the_same_bits(text, sizes, dtype):
     ctx = nm.Ctx(jax.random.key(3), step=4)
     state = sparsity.init(w, contract=1, out=2, ctx=ctx) or None
     if "s_ste" in text:
-        state = {"fwd_rhs": jnp.full_like(state["fwd_rhs"], 0.5)}  # so that sums are exact
+        state = {"y_w": jnp.full_like(state["y_w"], 0.5)}  # so that sums are exact
     ctx = ctx.replace(state=state)
     same(grouped(x, w, g, SIZES[sizes], sparsity, ctx), by_loop(x, w, g, SIZES[sizes], sparsity, ctx))
 
@@ -190,7 +190,7 @@ def test_a_loop_over_experts_gives_the_same_bits(text, sizes, dtype):
 def test_pruned_tokens_are_those_of_one_expert(sizes):
     """Against NumPy alone: of every four tokens of an expert the two largest are left, column by column."""
     x, w, g = operands()
-    dw = grouped(x, w, g, sizes, nm.parse("drhs_g=mse(2,4); drhs_lhs=mse(2,4)"))[2]
+    dw = grouped(x, w, g, sizes, nm.parse("dw_g=mse(2,4); dw_x=mse(2,4)"))[2]
     for expert, own in enumerate(slices(sizes)):
         parts = [np.zeros((IN, OUT))]
         for first in range(own.start, own.stop, 4):
@@ -214,11 +214,11 @@ def test_the_noise_of_a_group(p, sizes):
     x, w, g = operands(factor=factor)
     pruner, ctx = nm.parse_pruner(p), nm.Ctx(jax.random.key(5), step=7)
     draw = lambda slot, v, axis: np.asarray(jax.jit(pruner, static_argnums=1)(v, axis, slot_context(ctx, slot)))
-    of_fwd = grouped(x, w, g, SIZES[sizes], nm.parse(f"fwd_rhs=ste({p}); dlhs_g={p}; drhs_lhs={p}; drhs_g={p}"), ctx)
-    hard, gx = draw("fwd_rhs", w, 1), draw("dlhs_g", g, 1)
+    of_in_y = grouped(x, w, g, SIZES[sizes], nm.parse(f"y_w=ste({p}); dx_g={p}; dw_x={p}; dw_g={p}"), ctx)
+    hard, gx = draw("y_w", w, 1), draw("dx_g", g, 1)
     m = pruner.facts.block
     laid = {}
-    for slot, v in (("drhs_g", g), ("drhs_lhs", x)):
+    for slot, v in (("dw_g", g), ("dw_x", x)):
         array, at = np.zeros((room(TOKENS, 4, m), v.shape[1]), np.float32), 0
         starts = []
         for own in slices(SIZES[sizes]):
@@ -231,9 +231,9 @@ def test_the_noise_of_a_group(p, sizes):
         count = own.stop - own.start
         y[own], dx[own] = x[own] @ hard[expert], gx[own] @ hard[expert].T
         tokens = slice(starts[expert], starts[expert] + count)
-        dw.append(laid["drhs_lhs"][tokens].T @ laid["drhs_g"][tokens])
-    same(of_fwd, (y, dx, np.stack(dw)))
-    other = grouped(x, w, g, SIZES[sizes], nm.parse(f"drhs_g={p}"), ctx.replace(step=8))
+        dw.append(laid["dw_x"][tokens].T @ laid["dw_g"][tokens])
+    same(of_in_y, (y, dx, np.stack(dw)))
+    other = grouped(x, w, g, SIZES[sizes], nm.parse(f"dw_g={p}"), ctx.replace(step=8))
     assert (other[2] != np.stack(dw)).any()
 
 
@@ -241,13 +241,13 @@ def test_a_slot_changes_its_own_product_only():
     """Also where the other slot draws random numbers: the layout is the slot's own."""
     x, w, g = operands()
     ctx = nm.Ctx(jax.random.key(1))
-    alone = grouped(x, w, g, SIZES["uneven"], nm.parse("dlhs_g=mvue(2,4)"), ctx)
-    both = grouped(x, w, g, SIZES["uneven"], nm.parse("dlhs_g=mvue(2,4); drhs_g=mvue(2,4)"), ctx)
+    alone = grouped(x, w, g, SIZES["uneven"], nm.parse("dx_g=mvue(2,4)"), ctx)
+    both = grouped(x, w, g, SIZES["uneven"], nm.parse("dx_g=mvue(2,4); dw_g=mvue(2,4)"), ctx)
     np.testing.assert_array_equal(alone[1], both[1])
     assert (alone[2] != both[2]).any()
 
 
-@pytest.mark.parametrize("text", ["drhs_g=mvue(2,4)", "drhs_g=mvue_approx(2,4)", "drhs_lhs=uniform(1,4,rescale=True)"])
+@pytest.mark.parametrize("text", ["dw_g=mvue(2,4)", "dw_g=mvue_approx(2,4)", "dw_x=uniform(1,4,rescale=True)"])
 def test_zeros_that_fill_a_group_add_no_bias(text):
     """The mean over many keys is the dense gradient, within five standard errors, and the draws differ."""
     sizes, draws = jnp.array([5, 0, 7, 2]), 3000
@@ -268,9 +268,9 @@ def test_norms_are_those_of_groups():
     """Sorted tokens have no spatial axes, so SDGP takes the norm of each group. Its products are not whole numbers."""
     x, w, g = operands()
     for name in ("uneven", "tokens without an expert"):
-        ours = grouped(x, w, g, SIZES[name], nm.parse("sdgp(2,4); drhs_g=rescale(mse(2,4))"))
+        ours = grouped(x, w, g, SIZES[name], nm.parse("sdgp(2,4); dw_g=rescale(mse(2,4))"))
         wanted = by_loop(
-            x, w, g, SIZES[name], nm.parse("dlhs_g=rescale(mse(2,4),'group'); drhs_g=rescale(mse(2,4),'group')")
+            x, w, g, SIZES[name], nm.parse("dx_g=rescale(mse(2,4),'group'); dw_g=rescale(mse(2,4),'group')")
         )
         for a, b in zip(ours, wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
@@ -279,10 +279,10 @@ def test_norms_are_those_of_groups():
 def test_scales_of_a_whole_tensor_are_shared_by_experts():
     """A scale of a whole tensor is of all experts: the scale of soft, and that of fp8."""
     x, w, g = operands()
-    soft = nm.parse("s_ste(2,4); drhs_g=mse(4,4)")
+    soft = nm.parse("s_ste(2,4); dw_g=mse(4,4)")
     state = soft.init(w, contract=1, out=2)
-    assert state["fwd_rhs"].shape == ()
-    fp8 = nm.parse("fwd_lhs=fp8('e4m3'); fwd_rhs=ste(fp8('e4m3')); drhs_g=chain(mse(2,4),fp8('e5m2'))")
+    assert state["y_w"].shape == ()
+    fp8 = nm.parse("y_x=fp8('e4m3'); y_w=ste(fp8('e4m3')); dw_g=chain(mse(2,4),fp8('e5m2'))")
     y, _, dw = grouped(x, w, g, SIZES["uneven"], fp8)
     rounded = lambda v: nm.prune(nm.fp8("e4m3"), v)
     wanted = grouped(rounded(x), rounded(w), g, SIZES["uneven"], nm.Sparsity())
@@ -293,7 +293,7 @@ def test_scales_of_a_whole_tensor_are_shared_by_experts():
 # ---- transformations ----
 
 
-@pytest.mark.parametrize("text", ["", "s_ste(2,4); dlhs_g=mvue(2,4); drhs_lhs=mse(2,4)"])
+@pytest.mark.parametrize("text", ["", "s_ste(2,4); dx_g=mvue(2,4); dw_x=mse(2,4)"])
 def test_jit_vmap_scan_and_remat(text):
     """All give what single calls give. vmap needs all operands mapped, as jax.lax.ragged_dot does."""
     sparsity = nm.parse(text) if text else nm.Sparsity()
@@ -330,7 +330,7 @@ def test_jit_vmap_scan_and_remat(text):
         jax.vmap(lax.ragged_dot, (0, None, 0))(xs, ws[0], sizes)
 
 
-@pytest.mark.parametrize("text", ["ste(2,4)", "mdgf(2,4,linear(1,0,10))", "drhs_g=mvue(2,4)"])
+@pytest.mark.parametrize("text", ["ste(2,4)", "mdgf(2,4,linear(1,0,10))", "dw_g=mvue(2,4)"])
 def test_steps_are_mapped_by_lax_map_and_not_by_vmap(text):
     x, w, _ = operands()
     layer = lambda w, step: nm.ragged_dot(
@@ -359,9 +359,9 @@ def test_forward_mode_and_second_derivatives():
     of_lax = jax.jvp(jax.grad(lambda x: (lax.ragged_dot(x, hard, sizes) ** 2).sum()), (x,), (tangents[0],))[1]
     np.testing.assert_array_equal(hessian, of_lax)
     with pytest.raises(TypeError):
-        jax.jvp(f(nm.parse("drhs_g=mse(2,4)")), (x, w), tangents)
-    with pytest.raises(TypeError, match="drhs_g=mse"):
-        jax.grad(lambda x: jax.grad(square(nm.parse("drhs_g=mse(2,4)")))(x).sum())(x)
+        jax.jvp(f(nm.parse("dw_g=mse(2,4)")), (x, w), tangents)
+    with pytest.raises(TypeError, match="dw_g=mse"):
+        jax.grad(lambda x: jax.grad(square(nm.parse("dw_g=mse(2,4)")))(x).sum())(x)
 
 
 def test_a_wider_result_and_precision():
@@ -383,28 +383,28 @@ def test_shapes_that_do_not_fit_are_refused():
     for given in ((x[None], w, sizes), (x, w[0], sizes), (x, w, sizes[:3]), (x[:, :4], w, sizes), (x, w, sizes[None])):
         with pytest.raises(ValueError, match=r"ragged_dot takes tokens .* got shapes"):
             nm.ragged_dot(*given, sparsity=nm.parse("ste(2,4)"))
-    with pytest.raises(ValueError, match=re.escape("up: fwd_rhs=ste(mse(3,5)) prunes an array of shape (4, 8, 12)")):
+    with pytest.raises(ValueError, match=re.escape("up: y_w=ste(mse(3,5)) prunes an array of shape (4, 8, 12)")):
         nm.ragged_dot(x, w, sizes, sparsity=nm.parse("ste(3,5)"), name="up")
-    with pytest.raises(ValueError, match="drhs_g=mvue.* pass a key"):
+    with pytest.raises(ValueError, match="dw_g=mvue.* pass a key"):
         jax.grad(lambda x: nm.ragged_dot(x, w, sizes, sparsity=nm.parse("mvue(2,4)")).sum())(x)
     with pytest.raises(ValueError, match="needs spatial axes.*over='group'"):
-        jax.grad(lambda x: nm.ragged_dot(x, w, sizes, sparsity=nm.parse("dlhs_g=rescale(mse(2,4),'spatial')")).sum())(x)
+        jax.grad(lambda x: nm.ragged_dot(x, w, sizes, sparsity=nm.parse("dx_g=rescale(mse(2,4),'spatial')")).sum())(x)
 
 
 def test_refusals_and_routes_know_the_layout():
     """Any number of tokens is fine along tokens; other axes are checked as ever. No kernel computes it."""
     lhs, rhs = jax.ShapeDtypeStruct((TOKENS, IN), "bfloat16"), jax.ShapeDtypeStruct((4, IN, OUT), "bfloat16")
     op = RaggedDot(None, None)
-    assert slot_refusals(op, lhs, rhs, nm.parse("ste(2,4); drhs_g=mvue(2,4); drhs_lhs=mse(3,5)")) == ()
-    refused = dict(slot_refusals(op, lhs, rhs, nm.parse("drhs_g=mvue(2,4); fwd_lhs=mse(2,5); dlhs_g=mse(1,5)")))
-    assert set(refused) == {"fwd_lhs", "dlhs_g"}
-    routes = explain(op, lhs, rhs, nm.parse("ste(2,4); drhs_g=mvue(2,4)"), "interpret")
+    assert slot_refusals(op, lhs, rhs, nm.parse("ste(2,4); dw_g=mvue(2,4); dw_x=mse(3,5)")) == ()
+    refused = dict(slot_refusals(op, lhs, rhs, nm.parse("dw_g=mvue(2,4); y_x=mse(2,5); dx_g=mse(1,5)")))
+    assert set(refused) == {"y_x", "dx_g"}
+    routes = explain(op, lhs, rhs, nm.parse("ste(2,4); dw_g=mvue(2,4)"), "interpret")
     assert {name: route.how for name, route in routes.items()} == {
-        "fwd": "emulated",
-        "dlhs": "dense",
-        "drhs": "emulated",
+        "y": "emulated",
+        "dx": "dense",
+        "dw": "emulated",
     }
-    assert "grouped product" in routes["fwd"].why
+    assert "grouped product" in routes["y"].why
     x, w, _ = operands(jnp.bfloat16)
     with pytest.raises(ValueError, match=r"up: backend='pallas', but y cannot be packed"):
         nm.ragged_dot(x, w, jnp.array(SIZES["uneven"]), sparsity=nm.parse("ste(2,4)"), backend="pallas", name="up")
@@ -415,7 +415,7 @@ def test_flops():
     assert nm.flops.flops(op, (TOKENS, IN), (4, IN, OUT)) == 2 * TOKENS * IN * OUT
     x, w, _ = operands()
     f = lambda x, w: nm.ragged_dot(
-        x, w, jnp.array(SIZES["uneven"]), sparsity=nm.parse("ste(2,4); drhs_g=mvue(2,4)"), ctx=nm.Ctx(0)
+        x, w, jnp.array(SIZES["uneven"]), sparsity=nm.parse("ste(2,4); dw_g=mvue(2,4)"), ctx=nm.Ctx(0)
     ).sum()
     counted = nm.flops.counted(jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w).jaxpr, "layer_")
     assert sum(cost for _, cost in counted) == 3 * 2 * TOKENS * IN * OUT

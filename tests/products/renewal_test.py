@@ -8,8 +8,8 @@ from flax import linen as nn, nnx
 
 import nmjax as nm
 
-HELD = "fwd_rhs=ste(hold(mse(2,4),every=40))"
-STAGED = "fwd_rhs=ste(stages(((0,mse(3,4)),(3,hold(mse(2,4))))))"
+HELD = "y_w=ste(hold(mse(2,4),every=40))"
+STAGED = "y_w=ste(stages(((0,mse(3,4)),(3,hold(mse(2,4))))))"
 
 
 def weight(step):
@@ -84,7 +84,7 @@ def test_a_stack_is_renewed_once_for_all_its_layers():
     assert "cond" in str(jax.make_jaxpr(f.set_step)(params, sites, 1))
     for step in (39, 41):
         sites = f.set_step({"w": weights(step)}, sites, step)
-    held = np.asarray(sites["w"].state["fwd_rhs"])
+    held = np.asarray(sites["w"].state["y_w"])
     for i in range(3):
         size = np.abs(np.asarray(weights(41)[i]))
         np.testing.assert_array_equal(held[i], (size[None] > size[:, None]).sum(1) < 2)

@@ -88,11 +88,11 @@ PACKED = {  # how y, dx and dw run
     "ste(1,8)": "packed dense dense",
     "activation()": "packed dense packed",
     "activation(layer='up')": "dense packed packed",
-    "fwd_rhs=ste(transposable(2,4)); drhs_g=mvue(2,4)": "packed packed packed",
-    "fwd_rhs=ste(chain(mse(2,4),fp8('e4m3')))": "packed dense dense",
-    "fwd_rhs=mse(2,4); dlhs_g=mvue(2,4); drhs_lhs=raw(mse(2,4))": "packed packed packed",
-    "fwd_lhs=fp8('e4m3'); fwd_rhs=ste(mse(2,4))": "packed dense dense",
-    "fwd_lhs=mse(2,4); fwd_rhs=ste(fp8('e4m3'))": "packed dense dense",
+    "y_w=ste(transposable(2,4)); dw_g=mvue(2,4)": "packed packed packed",
+    "y_w=ste(chain(mse(2,4),fp8('e4m3')))": "packed dense dense",
+    "y_w=mse(2,4); dx_g=mvue(2,4); dw_x=raw(mse(2,4))": "packed packed packed",
+    "y_x=fp8('e4m3'); y_w=ste(mse(2,4))": "packed dense dense",
+    "y_x=mse(2,4); y_w=ste(fp8('e4m3'))": "packed dense dense",
 }
 
 
@@ -112,10 +112,10 @@ def test_packed_or_not_the_numbers_are_the_same(text):
 @pytest.mark.kernels
 def test_the_dense_operand_of_a_packed_dw_is_kept_in_its_packed_form():
     """g is packed for the kernel, and x, which it reads whole, is kept as values and bits until then."""
-    s = nm.parse("drhs_g=mvue(2,4); drhs_lhs=mse(4,8)")  # 4:8 is no pattern of kernels
+    s = nm.parse("dw_g=mvue(2,4); dw_x=mse(4,8)")  # 4:8 is no pattern of kernels
     x, w = random((128, 256)), random((256, 128), 1)
     f = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3), backend=backend)
-    assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")["drhs"].operand == "g"
+    assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")["dw"].operand == "g"
     _, back = jax.vjp(f("interpret"), x, w)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8  # and the words of the key
     assert kept == x.nbytes * 9 // 16
@@ -126,7 +126,7 @@ def test_the_dense_operand_of_a_packed_dw_is_kept_in_its_packed_form():
 
 @pytest.mark.kernels
 def test_lean_keeps_the_packed_form_of_x():
-    s = nm.parse("drhs_lhs=mse(2,4)")
+    s = nm.parse("dw_x=mse(2,4)")
     x, w = random((128, 256)), random((256, 128), 1)
     f = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend="interpret")
     lean = jax.checkpoint(lambda x, w: f(jnp.tanh(x), w), policy=nm.policies.keep_sparse)
@@ -139,7 +139,7 @@ def test_lean_keeps_the_packed_form_of_x():
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_all_three_products_against_float64(backend):
     """Packed or not, what is left is one rounding to bf16 and those of float32 sums: 2^-8 of a result, 2^-22 of its terms."""
-    s = nm.parse("fwd_rhs=ste(transposable(2,4)); drhs_g=mse(2,4)")
+    s = nm.parse("y_w=ste(transposable(2,4)); dw_g=mse(2,4)")
     x, w, g = random((128, 256)), random((256, 128), 1), random((128, 128), 9)
     made = everything(lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend), x, w, g=g)
     exact = lambda v: np.asarray(v, np.float64)
@@ -164,7 +164,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_operands_in_every_order(name):
     spec, lhs, rhs = LAYOUTS[name]
-    s = nm.parse("fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)")
+    s = nm.parse("y_w=ste(mse(2,4)); dx_g=mse(2,4); dw_g=mvue(2,4)")
     x, w = random(lhs), random(rhs, 1)
     run = lambda backend: lambda x, w: nm.einsum(spec, x, w, sparsity=s, ctx=nm.Ctx(7, 3), backend=backend)
     dims = jax.make_jaxpr(lambda x, w: everything(run("interpret"), x, w))(x, w)
@@ -177,7 +177,7 @@ def test_operands_in_every_order(name):
 def test_fp8_products_err_as_simulated_ones_do():
     """Real FP8 and simulated FP8 round differently, by as much: against products of what was pruned."""
     s = nm.methods.s_ste(fp8=True)
-    plain = nm.parse("fwd_rhs=ste(chain(soft(2,4),identity)); drhs_g=chain(mvue(2,4),identity)")  # the same noise
+    plain = nm.parse("y_w=ste(chain(soft(2,4),identity)); dw_g=chain(mvue(2,4),identity)")  # the same noise
     x, w = random((256, 256)), random((256, 128), 1)
     state = first_state(s, w)
     run = lambda s, backend: (
@@ -202,7 +202,7 @@ def test_fp8_products_err_as_simulated_ones_do():
 
 def layer(backend, text="s_ste()"):
     s = nm.parse(text)
-    state = {"fwd_rhs": jnp.float32(1.5)} if "s_ste" in text else None
+    state = {"y_w": jnp.float32(1.5)} if "s_ste" in text else None
 
     def f(x, w, step=0):
         return nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, step, state), backend=backend)
@@ -237,7 +237,7 @@ def test_in_a_shard():
     x, w = random((64, 64)), random((64, 64), 1)
 
     def f(backend):
-        s = nm.parse("fwd_rhs=ste(mse(2,4)); drhs_g=mse(2,4)")
+        s = nm.parse("y_w=ste(mse(2,4)); dw_g=mse(2,4)")
         one = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
         return jax.shard_map(one, mesh=mesh, in_specs=(tokens, whole), out_specs=tokens, check_vma=False)
 
@@ -256,7 +256,7 @@ def test_in_shards_on_gpus():
     s = nm.parse("s_ste()")
 
     def one(x, w):
-        state = {"fwd_rhs": jnp.float32(1.5)}
+        state = {"y_w": jnp.float32(1.5)}
         loss = lambda w: jnp.sum(nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state)).astype(jnp.float32))
         return jax.grad(loss)(w)
 
@@ -319,9 +319,9 @@ class blurred(nm.Pruner):
 @pytest.mark.parametrize(
     "slots",
     [
-        {"fwd_rhs": half(nm.mse(2, 4))},
-        {"fwd_rhs": nm.ste(shifted(2, 4))},
-        {"fwd_rhs": nm.ste(nm.transposable(2, 4)), "dlhs_rhs": blurred()},
+        {"y_w": half(nm.mse(2, 4))},
+        {"y_w": nm.ste(shifted(2, 4))},
+        {"y_w": nm.ste(nm.transposable(2, 4)), "dx_w": blurred()},
     ],
     ids=str,
 )
@@ -343,7 +343,7 @@ def choices(text, lhs=(8192, 4096), rhs=(4096, 16384), dims=PLAIN, dtype=jnp.bfl
 def test_on_a_cpu_nothing_is_packed():
     found = choices("s_ste()")
     assert [c.how for c in found.values()] == ["emulated", "dense", "emulated"]
-    assert found["fwd"].why == "cpu has no sparse tensor cores"
+    assert found["y"].why == "cpu has no sparse tensor cores"
     assert target("auto") == target("pallas") == Refusal("cpu has no sparse tensor cores")
 
 
@@ -352,20 +352,20 @@ def test_on_hopper_what_pays_is_packed():
         assert target("auto") == Target("NVIDIA H200", "hopper", 132)
         found = choices("s_ste()")
         assert [c.how for c in found.values()] == ["packed", "dense", "packed"]
-        assert (found["fwd"].operand, found["drhs"].operand) == ("w", "g")
-        w, g = found["fwd"].shape, found["drhs"].shape
+        assert (found["y"].operand, found["dw"].operand) == ("w", "g")
+        w, g = found["y"].shape, found["dw"].shape
         assert (w.m, w.n, w.k, w.m_major, w.n_major, w.transpose) == (16384, 8192, 4096, True, False, True)
         assert (g.m, g.n, g.k, g.m_major, g.n_major, g.transpose) == (16384, 4096, 8192, True, True, True)
         small = choices("s_ste()", (512, 256), (256, 256))
-        assert small["drhs"].how == "emulated"
-        assert "of the emulated speed on NVIDIA H200" in small["drhs"].why
+        assert small["dw"].how == "emulated"
+        assert "of the emulated speed on NVIDIA H200" in small["dw"].why
         assert [c.how for c in choices("s_ste(fp8=True)").values()] == ["packed", "fp8", "packed"]
 
 
 @pytest.mark.parametrize("sizes", [(768, 2304), (768, 768), (768, 3072), (3072, 768)], ids=str)
 def test_the_recipes_run_packed_in_vit_b(sizes):
     """64 images of 197 tokens: 197 is a prime, so the last tile along tokens is partial, and so are the parts of dw."""
-    faded = nm.parse("mdgf(2,4,linear(1,0,700)); drhs_g=mvue(2,4)").at(700)
+    faded = nm.parse("mdgf(2,4,linear(1,0,700)); dw_g=mvue(2,4)").at(700)
     recipes = {"s_ste()": "packed dense packed", "fst()": "packed packed packed", f"{faded}": "packed dense packed"}
     with on():
         for text, hows in recipes.items():
@@ -378,18 +378,18 @@ def test_the_recipes_run_packed_in_vit_b(sizes):
     [
         ("ste(2,4)", {"dtype": jnp.float32}, "its operands are x float32 and w float32, but kernels need bfloat16 or float16: set dtype=jnp.bfloat16 in the layer"),
         ("ste(4,8)", {}, "w is 4:8, but sparse tensor cores support only 2:4"),
-        ("mdgf(2,4,linear(1,0,9))", {}, "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
+        ("mdgf(2,4,linear(1,0,9))", {}, "y_w=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
         ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 8 x 64"),
         ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
         ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
-        ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves w dense"),
+        ("y_w=ste(fp8('e4m3'))", {}, "y_w=ste(fp8('e4m3')) leaves w dense"),
         ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
         ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels do not support it"),
     ],
 )  # fmt: skip
 def test_reasons(text, options, why):
     with on():
-        found = choices(text, **{"backend": "pallas"} | options)["fwd"]
+        found = choices(text, **{"backend": "pallas"} | options)["y"]
     assert (found.how, found.why) == (("packed", "w by hopper's kernels") if why is None else ("emulated", why))
 
 
@@ -397,46 +397,46 @@ def test_other_devices(monkeypatch):
     with on("NVIDIA A100-SXM4-80GB"):
         assert target("auto").family == "ampere"
         assert (
-            "of the emulated speed on NVIDIA A100" in choices("ste(2,4)")["fwd"].why
-            or "0.11" in choices("ste(2,4)")["fwd"].why
+            "of the emulated speed on NVIDIA A100" in choices("ste(2,4)")["y"].why
+            or "0.11" in choices("ste(2,4)")["y"].why
         )
-        assert choices("s_ste(fp8=True)")["dlhs"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
+        assert choices("s_ste(fp8=True)")["dx"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
     monkeypatch.setattr(versions, "stores_transposed", lambda: True)
     with on("NVIDIA B200"):
         none = "no tiles have been measured on NVIDIA B200: run python -m experiments.bench tune"
         assert {route.why for route in choices("s_ste(fp8=True)").values()} == {none}
-        assert choices("ste(2,4)", backend="pallas")["fwd"].why == "w by blackwell's kernels"
-        refused = choices("ste(2,4)", (8192, 4032), (4032, 16384), backend="pallas")["fwd"]
+        assert choices("ste(2,4)", backend="pallas")["y"].why == "w by blackwell's kernels"
+        refused = choices("ste(2,4)", (8192, 4032), (4032, 16384), backend="pallas")["y"]
         assert refused.why == "M, N, K = 16384, 8192, 4032 do not divide into tiles of 128 x 64 x 128"
     with on("NVIDIA GeForce RTX 5090"):
         wanted = "NVIDIA GeForce RTX 5090: there are kernels for Hopper, Blackwell and Ampere only"
-        assert choices("ste(2,4)")["fwd"].why == wanted
+        assert choices("ste(2,4)")["y"].why == wanted
     with on("AMD Instinct MI300X"):
-        assert choices("ste(2,4)")["fwd"].why == "AMD Instinct MI300X has no sparse tensor cores"
-    assert choices("ste(2,4)", backend="xla")["fwd"].why == "backend='xla'"
+        assert choices("ste(2,4)")["y"].why == "AMD Instinct MI300X has no sparse tensor cores"
+    assert choices("ste(2,4)", backend="xla")["y"].why == "backend='xla'"
 
 
 def test_a_mesh_whose_shards_xla_chooses():
     """Every device works on its part, and "auto" expects that they share the tokens."""
     with on(axes=(("data", 2), ("model", 2))):
-        found = choices("ste(2,4)", (32768, 4096))["fwd"]
+        found = choices("ste(2,4)", (32768, 4096))["y"]
         assert (found.how, found.why) == ("packed", "w by hopper's kernels, split over 4 devices")
         assert found.shape.n == 8192
     with on(axes=(("data", 8), ("model", 8))):
-        assert "N, K = 16384, 128, 4096, it is expected at" in choices("ste(2,4)")["fwd"].why
+        assert "N, K = 16384, 128, 4096, it is expected at" in choices("ste(2,4)")["y"].why
     with on(axes=(("data", 2),)):
-        dw = choices("mvue(2,4)", (8192 + 64, 4096))["drhs"]
+        dw = choices("mvue(2,4)", (8192 + 64, 4096))["dw"]
         assert dw.why == ("M, N, K = 16384, 4096, 4128 do not divide into tiles of 64 x 64 x 64, on each of 2 devices")
     with on(axes=(("data", 3),)):
-        assert choices("ste(2,4)")["fwd"].why == "8192 tokens do not split evenly over 3 devices"
+        assert choices("ste(2,4)")["y"].why == "8192 tokens do not split evenly over 3 devices"
     with on(axes=(("data", 8),), kinds=(AxisType.Manual,)):
-        assert choices("ste(2,4)")["fwd"].why == "w by hopper's kernels"
+        assert choices("ste(2,4)")["y"].why == "w by hopper's kernels"
     for kinds in ((AxisType.Auto, AxisType.Manual), (AxisType.Explicit, AxisType.Auto)):
         with on(axes=(("data", 8), ("model", 2)), kinds=kinds):
-            found = choices("ste(2,4)")["fwd"]
+            found = choices("ste(2,4)")["y"]
             which = "explicit axes" if AxisType.Explicit in kinds else "automatic axes beside manual ones"
             assert found.why.startswith(f"the mesh has {which} ('data' of size 8), and kernels need axes that are all")
-            assert choices("ste(2,4)", backend="pallas")["fwd"].how == "packed"
+            assert choices("ste(2,4)", backend="pallas")["y"].how == "packed"
 
 
 @pytest.mark.parametrize(
@@ -456,11 +456,11 @@ def test_a_convolution_that_is_no_matrix_product_is_emulated(window, options, wh
     names = options.get("names", ("NHWC", "HWIO", "NHWC"))
     op = as_conv(x, w, options.get("strides", (1, 1)), "SAME", dimension_numbers=names, feature_group_count=groups)
     with on():
-        assert explain(op, x, w, nm.methods.ste(), "auto")["fwd"].why == why
+        assert explain(op, x, w, nm.methods.ste(), "auto")["y"].why == why
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=5)", "dlhs_g=mse(2,4); drhs_lhs=mse(2,4)"])
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=5)", "dx_g=mse(2,4); dw_x=mse(2,4)"])
 @pytest.mark.parametrize("kernel", ["HWIO", "OIHW"])
 def test_a_convolution_of_kernel_1_is_a_product(text, kernel):
     """The images of 8 x 8 have no groups of positions that a merged axis would cut otherwise."""
@@ -547,8 +547,8 @@ def test_a_plan_tells_what_is_packed():
 def test_sparsities_with_one_product_each():
     """Every product alone, by the other operand too."""
     x, w = random((64, 64)), random((64, 64), 1)
-    for slot in ("fwd_lhs", "fwd_rhs", "dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs"):
-        p = nm.ste(nm.mse(2, 4)) if slot.startswith("fwd") else nm.mse(2, 4)
+    for slot in ("y_x", "y_w", "dx_g", "dx_w", "dw_g", "dw_x"):
+        p = nm.ste(nm.mse(2, 4)) if slot.startswith("y_") else nm.mse(2, 4)
         s = replace(nm.Sparsity(), **{slot: p})
         run = lambda backend, s=s: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
         assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")[slot.split("_")[0]].how == "packed"
@@ -558,11 +558,11 @@ def test_sparsities_with_one_product_each():
 # ---- what is not to be packed, or not so ----
 
 HOSTILE = [
-    "fwd_lhs=ste(fp8('e4m3')); fwd_rhs=ste(chain(mse(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=raw(chain(soft(2,4),fp8('e5m2')))",
-    "fwd_lhs=ste(fp8('e4m3')); fwd_rhs=ste(chain(transposable(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=fp8('e4m3')",
-    "fwd_rhs=ste(chain(stages(((0,identity),(10,transposable(2,4)))),mse(2,4)))",
-    "fwd_rhs=ste(chain(decay(transposable(2,4),constant(0.5)),mse(2,4)))",
-    "drhs_g=chain(chain(mse(2,4),fp8('e5m2')),identity)",
+    "y_x=ste(fp8('e4m3')); y_w=ste(chain(mse(2,4),fp8('e4m3'))); dx_g=fp8('e5m2'); dx_w=raw(chain(soft(2,4),fp8('e5m2')))",
+    "y_x=ste(fp8('e4m3')); y_w=ste(chain(transposable(2,4),fp8('e4m3'))); dx_g=fp8('e5m2'); dx_w=fp8('e4m3')",
+    "y_w=ste(chain(stages(((0,identity),(10,transposable(2,4)))),mse(2,4)))",
+    "y_w=ste(chain(decay(transposable(2,4),constant(0.5)),mse(2,4)))",
+    "dw_g=chain(chain(mse(2,4),fp8('e5m2')),identity)",
 ]
 
 
@@ -576,7 +576,7 @@ def test_odd_mixes_are_as_xla_has_them(text):
     real, simulated = everything(run("interpret"), x, w), everything(run("xla"), x, w)
     norm = lambda v: float(jnp.linalg.norm(v.astype(jnp.float32)))
     for a, b in zip(real, simulated, strict=True):
-        assert norm(a - b) <= (0.12 if "fp8" in text and text.startswith("fwd") else 0.01) * norm(b)
+        assert norm(a - b) <= (0.12 if "fp8" in text and text.startswith("y_") else 0.01) * norm(b)
 
 
 @pytest.mark.kernels
@@ -589,7 +589,7 @@ def test_derivatives_beyond_the_gradient():
     forward = lambda backend: jax.jit(lambda *v: jax.jvp(layer(backend, "ste(2,4)"), v, (w, x)))(x, w)
     near(forward("interpret"), forward("xla"))
     with pytest.raises(TypeError, match="no derivative beyond the gradient of its layer: .* write backend='xla'"):
-        second("fwd_rhs=ste(transposable(2,4))", "interpret")
+        second("y_w=ste(transposable(2,4))", "interpret")
     packed, b = nm.pack(nm.mse(2, 4)(x)), w
     for backend in ("interpret", "xla"):
         with pytest.raises(TypeError, match="spmm has no derivative: differentiate a product with a sparsity"):
@@ -598,9 +598,9 @@ def test_derivatives_beyond_the_gradient():
 
 def test_explicit_axes_and_empty_arrays_are_xlas():
     with on(kinds=(AxisType.Explicit,)):
-        assert "explicit axes ('x' of size 1)" in choices("ste(2,4)")["fwd"].why
+        assert "explicit axes ('x' of size 1)" in choices("ste(2,4)")["y"].why
     with on():
-        assert choices("ste(2,4)", (0, 4096))["fwd"].how == "emulated"
+        assert choices("ste(2,4)", (0, 4096))["y"].how == "emulated"
 
 
 def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
@@ -616,13 +616,13 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
     monkeypatch.setattr(check, "findings", lambda target, device: found)
     routes._routes.cache_clear()
     with on():
-        products = choices("ste(2,4); drhs_g=mvue(2,4)")
-        assert products["fwd"].how == "packed"
+        products = choices("ste(2,4); dw_g=mvue(2,4)")
+        assert products["y"].how == "packed"
         wrong = "on NVIDIA H200, multiplying (A along M, B along N, transposed) gives wrong numbers. Please report it"
-        assert products["drhs"] == routes.Route("emulated", wrong)
+        assert products["dw"] == routes.Route("emulated", wrong)
         products = choices("s_ste(2,4,fp8=True)")
         assert {route.how for route in products.values()} == {"emulated"}
-        assert products["fwd"].why.startswith(
+        assert products["y"].why.startswith(
             "on NVIDIA H200, multiplying in FP8 did not end within 60 s; packing in FP8"
         )
         monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -634,7 +634,7 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
 
 def test_transposable_is_packed_both_ways_out_of_one_reading():
     """By one kernel, which prunes too; and by XLA's pruner where y alone is wanted."""
-    s, x, w = nm.parse("fwd_rhs=ste(transposable(2,4))"), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    s, x, w = nm.parse("y_w=ste(transposable(2,4))"), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
     product = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s).astype(jnp.float32).sum()
     with on():
         assert packers(jax.make_jaxpr(jax.grad(product, (0, 1)))(x, w).jaxpr) == [4]

@@ -19,17 +19,17 @@ from tests.products.products_test import DOTS, MATMUL, normal, products
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 SLOTS = {  # the product that each one compacts
-    "drhs_g=rows(mvue(1,4))": "drhs",
-    "drhs_lhs=rows(mvue(2,4))": "drhs",
-    "drhs_g=rows(mvue(2,4),by='both')": "drhs",
-    "drhs_lhs=raw(rows(mse(2,4),by='both'))": "drhs",
-    "fwd_lhs=ste(rows(mse(2,4)))": "fwd",
-    "fwd_rhs=sr_ste(rows(mse(1,2)),0.1)": "fwd",
-    "fwd_rhs=rows(soft(2,4,scale='one'))": "fwd",
-    "dlhs_g=rows(uniform(1,4))": "dlhs",
-    "dlhs_rhs=rows(mvue(1,2),by='both')": "dlhs",
-    "drhs_g=rows(mvue(1,4)); drhs_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))": "drhs",
-    "drhs_g=rows(mvue(2,4)); drhs_lhs=rows(mvue(1,4)); dlhs_g=rows(mse(2,4))": "drhs",
+    "dw_g=rows(mvue(1,4))": "dw",
+    "dw_x=rows(mvue(2,4))": "dw",
+    "dw_g=rows(mvue(2,4),by='both')": "dw",
+    "dw_x=raw(rows(mse(2,4),by='both'))": "dw",
+    "y_x=ste(rows(mse(2,4)))": "y",
+    "y_w=sr_ste(rows(mse(1,2)),0.1)": "y",
+    "y_w=rows(soft(2,4,scale='one'))": "y",
+    "dx_g=rows(uniform(1,4))": "dx",
+    "dx_w=rows(mvue(1,2),by='both')": "dx",
+    "dw_g=rows(mvue(1,4)); dw_x=mse(2,4); y_w=ste(mse(2,4))": "dw",
+    "dw_g=rows(mvue(2,4)); dw_x=rows(mvue(1,4)); dx_g=rows(mse(2,4))": "dw",
 }
 MERGED = {
     "tokens, merged": ((2, 6, 12), (12, 16), (((2,), (0,)), ((), ()))),
@@ -84,20 +84,20 @@ def test_the_product_multiplies_fewer_rows(text):
         jaxpr = jax.make_jaxpr(lambda x, w: products(f, x, w, jnp.ones((16, 24))))(x, w)
         return [cost for _, cost in nm.flops.counted(jaxpr.jaxpr, "layer")]
 
-    n, m = nm.parse(text).slots["drhs_lhs" if "drhs_lhs=rows(mvue(1" in text else text.partition("=")[0]].pattern
+    n, m = nm.parse(text).slots["dw_x" if "dw_x=rows(mvue(1" in text else text.partition("=")[0]].pattern
     dense, few = sizes("xla"), sizes("compact")
-    at = ("fwd", "dlhs", "drhs").index(SLOTS[text])
+    at = ("y", "dx", "dw").index(SLOTS[text])
     assert few[at] * m == dense[at] * n
 
 
-@pytest.mark.parametrize("text", ["drhs_g=rows(mvue(1,4))", "drhs_lhs=rows(mvue(2,4))", "dlhs_g=rows(mse(1,2))",
-                                  "fwd_rhs=ste(rows(mse(1,2)))", "drhs_g=rows(mvue(1,4),by='both')"])  # fmt: skip
+@pytest.mark.parametrize("text", ["dw_g=rows(mvue(1,4))", "dw_x=rows(mvue(2,4))", "dx_g=rows(mse(1,2))",
+                                  "y_w=ste(rows(mse(1,2)))", "dw_g=rows(mvue(1,4),by='both')"])  # fmt: skip
 @pytest.mark.parametrize(
     ("space", "strides", "padding"),
     [((4, 4), (1, 1), "SAME"), ((4, 4), (2, 2), "SAME"), ((3, 6), (1, 1), "VALID"), ((4, 4), (1, 2), ((0, 0), (0, 0)))],
 )
 def test_a_convolution_of_kernel_1_is_compacted(text, space, strides, padding):
-    if "drhs_lhs" in text:  # strides would skip rows of x
+    if "dw_x" in text:  # strides would skip rows of x
         strides = (1, 1)
     f = lambda x, w, backend: nm.conv_general_dilated(
         x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), sparsity=nm.parse(text),
@@ -106,9 +106,7 @@ def test_a_convolution_of_kernel_1_is_compacted(text, space, strides, padding):
     close(*both(f, normal(0, 2, *space, 8), normal(1, 1, 1, 8, 12)))
 
 
-@pytest.mark.parametrize(
-    "text", ["dlhs_g=rows(mse(1,2))", "fwd_lhs=ste(rows(mse(1,2)))", "fwd_rhs=ste(rows(mse(2,4)))"]
-)
+@pytest.mark.parametrize("text", ["dx_g=rows(mse(1,2))", "y_x=ste(rows(mse(1,2)))", "y_w=ste(rows(mse(2,4)))"])
 def test_channels_of_any_convolution_are_compacted(text):
     f = lambda x, w, backend: nm.conv_general_dilated(
         x, w, (2,), "SAME", dimension_numbers=("NCW", "OIW", "NCW"), sparsity=nm.parse(text), backend=backend
@@ -116,7 +114,7 @@ def test_channels_of_any_convolution_are_compacted(text):
     close(*both(f, normal(0, 2, 8, 9), normal(1, 12, 8, 3)))
 
 
-@pytest.mark.parametrize("text", ["fwd_rhs=ste(rows(mse(2,4)))", "dlhs_g=rows(mvue(1,4))"])
+@pytest.mark.parametrize("text", ["y_w=ste(rows(mse(2,4)))", "dx_g=rows(mvue(1,4))"])
 def test_features_of_a_grouped_product_are_compacted(text):
     f = lambda x, w, backend: nm.ragged_dot(
         x, w, jnp.array([3, 0, 4]), sparsity=nm.parse(text), ctx=nm.Ctx(5, 3), backend=backend
@@ -131,14 +129,14 @@ def test_dw_of_a_grouped_product_is_unbiased_by_both():
         f = lambda w: nm.ragged_dot(x, w, sizes, sparsity=nm.parse(text), ctx=nm.Ctx(5, step))
         return jax.vjp(f, w)[1](g)[0]
 
-    draws = jax.jit(lambda: jax.lax.map(lambda s: dw("drhs_g=rows(mvue(1,4),by='both')", s), jnp.arange(2000)))()
+    draws = jax.jit(lambda: jax.lax.map(lambda s: dw("dw_g=rows(mvue(1,4),by='both')", s), jnp.arange(2000)))()
     error = np.abs(draws.mean(0) - dw("dense", 0))
     assert (error <= 5 * draws.std(0) / 2000**0.5 + 1e-5).all()
 
 
 def test_bfloat16_keeps_its_dtype():
     x, w = normal(0, 16, 8, dtype=jnp.bfloat16), normal(1, 8, 24, dtype=jnp.bfloat16)
-    close(*both(dot_of(MATMUL, "drhs_g=rows(mvue(1,4)); fwd_rhs=ste(rows(mse(1,2)))"), x, w), bits=7)
+    close(*both(dot_of(MATMUL, "dw_g=rows(mvue(1,4)); y_w=ste(rows(mse(1,2)))"), x, w), bits=7)
 
 
 # ---- transformations ----
@@ -153,7 +151,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_transformations_change_nothing(way):
-    text = "drhs_lhs=rows(mvue(1,4)); fwd_rhs=ste(rows(mse(2,4))); dlhs_g=rows(mvue(2,4),by='both')"
+    text = "dw_x=rows(mvue(1,4)); y_w=ste(rows(mse(2,4))); dx_g=rows(mvue(2,4),by='both')"
     f = lambda x, w, backend: WAYS[way](functools.partial(dot_of(MATMUL, text), backend=backend), x, w)
     found, wanted = both(f, normal(0, 16, 8), normal(1, 8, 24), jit=(lambda f: f) if way == "op by op" else fast_jit)
     close(found, wanted, bits=18)
@@ -161,7 +159,7 @@ def test_transformations_change_nothing(way):
 
 def test_a_second_derivative_is_refused_if_the_first_has_a_rule():
     """Otherwise it would be zero: y is made of an operand that no derivative reaches."""
-    f = dot_of(MATMUL, "fwd_rhs=ste(rows(mse(2,4))); fwd_lhs=fp8('e4m3')")
+    f = dot_of(MATMUL, "y_w=ste(rows(mse(2,4))); y_x=fp8('e4m3')")
     loss = lambda w: jnp.sin(f(normal(0, 16, 8), w, "compact")).sum()
     with pytest.raises(TypeError, match="no derivative beyond the gradient"):
         jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum())(normal(1, 8, 24))
@@ -169,21 +167,21 @@ def test_a_second_derivative_is_refused_if_the_first_has_a_rule():
 
 def test_no_tokens_are_no_error():
     for backend in ("auto", "compact"):
-        f = lambda x, w, backend=backend: dot_of(MATMUL, "drhs_g=rows(mvue(1,4))")(x, w, backend)
+        f = lambda x, w, backend=backend: dot_of(MATMUL, "dw_g=rows(mvue(1,4))")(x, w, backend)
         assert f(jnp.zeros((0, 8)), jnp.zeros((8, 24))).shape == (0, 24)
 
 
 def test_a_dropped_row_is_not_read():
     """So NaN there is seen by the emulated product only."""
     x, w, g = normal(0, 8, 4).at[0].set(jnp.nan), normal(1, 4, 8), normal(2, 8, 8).at[0].multiply(1e-3)
-    f = dot_of(MATMUL, "drhs_g=rows(mse(1,4))")
+    f = dot_of(MATMUL, "dw_g=rows(mse(1,4))")
     found = [np.isnan(products(functools.partial(f, backend=b), x, w, g)[2]).any() for b in ("compact", "xla")]
     assert found == [False, True]
 
 
 def test_forward_mode_works_if_only_y_is_compacted():
     x, w = normal(0, 16, 8), normal(1, 8, 24)
-    f = dot_of(MATMUL, "fwd_lhs=ste(rows(mse(2,4)))")
+    f = dot_of(MATMUL, "y_x=ste(rows(mse(2,4)))")
     tangents = [jax.jvp(functools.partial(f, backend=b), (x, w), (2 * x, w)) for b in ("compact", "xla")]
     close(*tangents)
 
@@ -194,9 +192,7 @@ RESULT = {"tokens": P("d", None), "in": P(None, None), "out": P(None, "d")}
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "text", ["drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=rows(mse(2,4))", "fwd_rhs=ste(rows(mse(2,4)))"]
-)
+@pytest.mark.parametrize("text", ["dw_g=rows(mvue(1,4),by='both')", "dw_x=rows(mse(2,4))", "y_w=ste(rows(mse(2,4)))"])
 def test_devices_gather_their_own_rows(kind, layout, text):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
     arrays = normal(0, 64, 64), normal(1, 64, 64), normal(2, 64, 64)
@@ -210,12 +206,12 @@ def test_devices_gather_their_own_rows(kind, layout, text):
         compiled = jax.jit(functools.partial(run, backend="compact", out=out)).lower(*placed).compile()
         found = compiled(*placed)
     close(found, jax.jit(functools.partial(run, backend="xla"))(*arrays))
-    if layout == "tokens" and "drhs" in text:  # dw is summed over devices; no array of tokens moves
+    if layout == "tokens" and "dw" in text:  # dw is summed over devices; no array of tokens moves
         assert not {"all-gather", "all-to-all", "collective-permute"} & {*compiled.as_text().replace("(", " ").split()}
 
 
 @pytest.mark.parametrize("tokens", [(8, 6), (8, 4)], ids=["merged tokens", "tokens of one axis"])
-@pytest.mark.parametrize("text", ["drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=rows(mvue(1,4))"])
+@pytest.mark.parametrize("text", ["dw_g=rows(mvue(1,4),by='both')", "dw_x=rows(mvue(1,4))"])
 def test_texts_on_a_mesh_of_explicit_axes(text, tokens):
     """The rows of merged tokens that are left do not lie on the axes of the result that the caller names."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
@@ -230,7 +226,7 @@ def test_texts_on_a_mesh_of_explicit_axes(text, tokens):
 
 
 @pytest.mark.parametrize("backend", ["compact", "xla"])
-@pytest.mark.parametrize("text", ["drhs_g=rows(mse(1,4),by='both')", "drhs_lhs=rows(mse(1,4),by='both')"])
+@pytest.mark.parametrize("text", ["dw_g=rows(mse(1,4),by='both')", "dw_x=rows(mse(1,4),by='both')"])
 @pytest.mark.parametrize("kind", ["texts", "merged texts", "batched", "convolution"])
 def test_rows_by_both_norms_by_hand(kind, text, backend):
     """Of every four tokens the one with the largest product of norms is kept, as float64 NumPy chooses it."""
@@ -256,7 +252,7 @@ def test_groups_that_lie_on_two_devices_are_refused():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     w = jax.device_put(normal(1, 24, 8), NamedSharding(mesh, P("d")))
     with pytest.raises(ValueError, match="would lie on two devices"):
-        dot_of(MATMUL, "fwd_rhs=ste(rows(mse(2,4)))")(normal(0, 16, 24), w, "compact")
+        dot_of(MATMUL, "y_w=ste(rows(mse(2,4)))")(normal(0, 16, 24), w, "compact")
 
 
 # ---- which products are compacted ----
@@ -268,44 +264,44 @@ def routes(text, tokens=4096, inputs=768, outputs=3072, backend="auto"):
 
 
 def test_auto_compacts_what_is_expected_to_be_faster():
-    found = routes("drhs_g=rows(mvue(1,4))")
+    found = routes("dw_g=rows(mvue(1,4))")
     assert [route.how for route in found.values()] == ["dense", "dense", "compacted"]
-    assert found["drhs"].why.startswith("1:4 of its rows, 0.3")
-    small = routes("drhs_g=rows(mvue(3,4))", inputs=8, outputs=8)["drhs"]
+    assert found["dw"].why.startswith("1:4 of its rows, 0.3")
+    small = routes("dw_g=rows(mvue(3,4))", inputs=8, outputs=8)["dw"]
     assert small.how == "emulated"
     assert "expected at" in small.why
-    assert routes("drhs_g=rows(mvue(1,4))", backend="xla")["drhs"].how == "emulated"
+    assert routes("dw_g=rows(mvue(1,4))", backend="xla")["dw"].how == "emulated"
 
 
 def test_bytes_that_choosing_and_gathering_move():
     x, w = jax.ShapeDtypeStruct((4096, 768), jnp.float32), jax.ShapeDtypeStruct((768, 3072), jnp.float32)
 
     def moved(text):
-        slots = {"x": nm.parse(text).slots["drhs_lhs"], "g": nm.parse(text).slots["drhs_g"]}
+        slots = {"x": nm.parse(text).slots["dw_x"], "g": nm.parse(text).slots["dw_g"]}
         return compaction.moved_bytes(as_dot(x, w, MATMUL), x, w, slots, "g", "cpu")
 
     of_x, of_g = 4 * 4096 * 768, 4 * 4096 * 3072
-    assert moved("drhs_g=rows(mvue(1,4))") == of_g + 2 / 4 * (of_x + of_g)
-    assert moved("drhs_g=rows(mvue(1,4),by='both')") == of_x + of_g + 2 / 4 * (of_x + of_g)
+    assert moved("dw_g=rows(mvue(1,4))") == of_g + 2 / 4 * (of_x + of_g)
+    assert moved("dw_g=rows(mvue(1,4),by='both')") == of_x + of_g + 2 / 4 * (of_x + of_g)
 
 
 def test_the_sparser_of_two_operands_is_chosen():
-    assert routes("drhs_g=rows(mvue(1,4)); drhs_lhs=rows(mvue(2,4))")["drhs"].operand == "g"
-    assert routes("drhs_g=rows(mvue(2,4)); drhs_lhs=rows(mvue(1,4))")["drhs"].operand == "x"
+    assert routes("dw_g=rows(mvue(1,4)); dw_x=rows(mvue(2,4))")["dw"].operand == "g"
+    assert routes("dw_g=rows(mvue(2,4)); dw_x=rows(mvue(1,4))")["dw"].operand == "x"
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("drhs_g=rows(stages(((0,mse(2,4)),(9,mse(1,4)))))", "not n:m at every step"),
-        ("drhs_g=chain(rows(mse(2,4)),fp8('e5m2'))", "is rounded to FP8"),
-        ("drhs_g=rows(chain(mse(1,4),mse(7,8)))", "groups of different sizes"),
-        ("drhs_g=rescale(rows(mse(2,4)))", "rows is a part of another pruner"),
-        ("drhs_g=stages(((0,identity),(9,rows(mse(2,4)))))", "rows is a part of another pruner"),
+        ("dw_g=rows(stages(((0,mse(2,4)),(9,mse(1,4)))))", "not n:m at every step"),
+        ("dw_g=chain(rows(mse(2,4)),fp8('e5m2'))", "is rounded to FP8"),
+        ("dw_g=rows(chain(mse(1,4),mse(7,8)))", "groups of different sizes"),
+        ("dw_g=rescale(rows(mse(2,4)))", "rows is a part of another pruner"),
+        ("dw_g=stages(((0,identity),(9,rows(mse(2,4)))))", "rows is a part of another pruner"),
     ],
 )
 def test_what_is_emulated_says_why(text, why):
-    assert why in routes(text)["drhs"].why
+    assert why in routes(text)["dw"].why
     x, w = normal(0, 16, 8), normal(1, 8, 24)
     with pytest.raises(ValueError, match="backend='compact', but dw cannot be compacted: .*" + why):
         jax.grad(lambda w: dot_of(MATMUL, text)(x, w, "compact").sum())(w)
@@ -316,21 +312,21 @@ def test_kernels_do_not_choose_by_what_the_forward_pass_does_not_know():
     shape, dtype = (128, 128), jnp.bfloat16
     x, w = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape, dtype)
     how = lambda text: [r.how for r in explain(as_dot(x, w, MATMUL), x, w, nm.parse(text), "interpret").values()]
-    assert how("drhs_lhs=rows(mvue(2,4),by='both')") == ["dense", "dense", "emulated"]
-    assert how("dlhs_rhs=rows(mvue(2,4),by='both')") == ["dense", "emulated", "dense"]
-    assert how("drhs_g=rows(mvue(2,4),by='both')") == ["dense", "dense", "packed"]
-    assert how("drhs_lhs=rows(mvue(2,4))") == ["dense", "dense", "packed"]
+    assert how("dw_x=rows(mvue(2,4),by='both')") == ["dense", "dense", "emulated"]
+    assert how("dx_w=rows(mvue(2,4),by='both')") == ["dense", "emulated", "dense"]
+    assert how("dw_g=rows(mvue(2,4),by='both')") == ["dense", "dense", "packed"]
+    assert how("dw_x=rows(mvue(2,4))") == ["dense", "dense", "packed"]
 
 
 def test_convolutions_say_why():
     x, w = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.float32), jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
     op = as_conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    assert "patches of x" in explain(op, x, w, nm.parse("drhs_g=rows(mvue(1,4))"), "auto")["drhs"].why
+    assert "patches of x" in explain(op, x, w, nm.parse("dw_g=rows(mvue(1,4))"), "auto")["dw"].why
     f = lambda w: nm.conv_general_dilated(
         jnp.ones(x.shape), w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        sparsity=nm.parse("drhs_g=rows(mvue(1,4),by='both')"), ctx=nm.Ctx(0), name="conv",
+        sparsity=nm.parse("dw_g=rows(mvue(1,4),by='both')"), ctx=nm.Ctx(0), name="conv",
     )  # fmt: skip
-    with pytest.raises(ValueError, match="^conv: drhs_g=.*patches of x. Write by='own'"):
+    with pytest.raises(ValueError, match="^conv: dw_g=.*patches of x. Write by='own'"):
         jax.vjp(f, jnp.ones(w.shape))
 
 
@@ -341,21 +337,21 @@ def test_axes_of_space_in_another_order_are_refused():
         ctx=nm.Ctx(0), backend=backend,
     )  # fmt: skip
     with pytest.raises(ValueError, match="different orders. Write by='own'"):
-        jax.vjp(lambda w: f(w, "drhs_g=rows(mvue(1,4),by='both')", "xla"), w)
+        jax.vjp(lambda w: f(w, "dw_g=rows(mvue(1,4),by='both')", "xla"), w)
     with pytest.raises(ValueError, match="cannot be compacted: .*different orders"):
-        f(w, "drhs_g=rows(mvue(1,4))", "compact")
+        f(w, "dw_g=rows(mvue(1,4))", "compact")
 
 
-@pytest.mark.parametrize("text", ["fwd_rhs=ste(rows(hold(mse(2,4))))", "fwd_rhs=ste(rows(soft(2,4)))"])
+@pytest.mark.parametrize("text", ["y_w=ste(rows(hold(mse(2,4))))", "y_w=ste(rows(soft(2,4)))"])
 def test_each_matrix_of_a_batch_has_rows_and_state_of_its_own(text):
     w, x, sparsity = normal(0, 3, 8, 5), normal(1, 3, 6, 8), nm.parse(text)
-    state = sparsity.init(w, contract=1, out=2, batch=0)["fwd_rhs"]
+    state = sparsity.init(w, contract=1, out=2, batch=0)["y_w"]
     norms = jnp.linalg.norm(w, axis=2, keepdims=True)
     if "hold" in text:
         np.testing.assert_array_equal(state, nm.mse(2, 4).mask(norms, 1))
     else:
         np.testing.assert_allclose(state, nm.soft(2, 4).init(norms, 1), rtol=1e-6)
-    y = nm.einsum("eti,eio->eto", x, w, sparsity=sparsity, ctx=nm.Ctx(state={"fwd_rhs": state}), backend="compact")
+    y = nm.einsum("eti,eio->eto", x, w, sparsity=sparsity, ctx=nm.Ctx(state={"y_w": state}), backend="compact")
     layer = nnx.Einsum("eti,eio->eto", w.shape, rngs=nnx.Rngs(0))
     layer.kernel[...] = w
     nm.nnx.sparsify(layer, nm.Recipe(((".*", text),)), x)
@@ -367,17 +363,17 @@ def test_each_matrix_of_a_batch_has_rows_and_state_of_its_own(text):
 
 def test_state_and_both_norms_exclude_each_other():
     with pytest.raises(ValueError, match="it keeps state, but the norms of the other operand are new"):
-        nm.parse("dlhs_rhs=hold(rows(mse(2,4),by='both'))")
+        nm.parse("dx_w=hold(rows(mse(2,4),by='both'))")
     with pytest.raises(ValueError, match="it keeps state, but the norms of the other operand are new"):
-        nm.parse("dlhs_rhs=rows(soft(2,4),by='both')")
+        nm.parse("dx_w=rows(soft(2,4),by='both')")
 
 
 def test_an_operand_of_one_row_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"drhs_g=rows\(mvue\(2,4\)\) prunes an array of shape \(1, 24\).*one value, and a group has 4",
+        match=r"dw_g=rows\(mvue\(2,4\)\) prunes an array of shape \(1, 24\).*one value, and a group has 4",
     ):
-        jax.vjp(lambda w: dot_of(MATMUL, "drhs_g=rows(mvue(2,4))")(jnp.ones((1, 8)), w, "auto"), jnp.ones((8, 24)))
+        jax.vjp(lambda w: dot_of(MATMUL, "dw_g=rows(mvue(2,4))")(jnp.ones((1, 8)), w, "auto"), jnp.ones((8, 24)))
 
 
 # ---- the plan ----
@@ -386,7 +382,7 @@ def test_an_operand_of_one_row_is_refused():
 def test_the_plan_says_what_is_saved_here():
     model = nnx.Linear(384, 1536, rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((8, 256, 384), jnp.float32)
-    plan = nm.nnx.plan(model, nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),)), x)
+    plan = nm.nnx.plan(model, nm.Recipe(((".*", "dw_x=rows(mvue(1,4))"),)), x)
     said = " ".join(repr(plan).split())
     assert "512 groups of rows along 8 x 256" in said
     assert "Compacted dw everywhere: 1:4 of its rows, 0.31 of the dense time; saves about " in said
@@ -395,18 +391,18 @@ def test_the_plan_says_what_is_saved_here():
     assert plan.layers[0].kept == (2048 * 384 * 4, 512 * (384 + 1) * 4)
     assert plan.runs == {"compacted": 1}
     ((seconds, kept),) = plan.saved.values()
-    assert seconds == plan.layers[0].flops * (1 - dict(plan.layers[0].runs)["drhs"].share) / plan.speed
+    assert seconds == plan.layers[0].flops * (1 - dict(plan.layers[0].runs)["dw"].share) / plan.speed
     assert kept == 2048 * 384 * 4 - 512 * (384 + 1) * 4
     assert plan.layers[0].flops == 2 * 2048 * 384 * 1536
     with nm.kernels.on("NVIDIA H200"):
-        elsewhere = nm.nnx.plan(model, nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),)), x)
+        elsewhere = nm.nnx.plan(model, nm.Recipe(((".*", "dw_g=rows(mvue(1,4))"),)), x)
     assert " ms here" not in repr(elsewhere)
     assert list(elsewhere.saved.values()) == [(None, 0)]
     convolution = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
-    demanding = nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),), backend="compact")
+    demanding = nm.Recipe(((".*", "dw_g=rows(mvue(1,4))"),), backend="compact")
     refused = nm.nnx.plan(convolution, demanding, jnp.ones((1, 8, 8, 8))).refused
     assert "dw cannot be compacted" in refused[0][1]
-    demanding = nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),), backend="compact")
+    demanding = nm.Recipe(((".*", "dw_x=rows(mvue(1,4))"),), backend="compact")
     refused = nm.nnx.plan(convolution, demanding, jnp.ones((1, 8, 8, 8))).refused
     assert "dw cannot be compacted" in refused[0][1]
 
@@ -414,7 +410,7 @@ def test_the_plan_says_what_is_saved_here():
 def test_a_stage_of_rows_multiplies_the_rows_of_its_own_groups():
     """The groups of a row of `stages` are smaller than those that fit all rows."""
     stages = nm.stages(((0, nm.rows(nm.hold(nm.mse(2, 4)))), (100, nm.rows(nm.hold(nm.mse(1, 8))))))
-    x, w, whole = normal(0, 4, 16), normal(1, 16, 8), nm.Sparsity(fwd_rhs=nm.ste(stages))
+    x, w, whole = normal(0, 4, 16), normal(1, 16, 8), nm.Sparsity(y_w=nm.ste(stages))
     state = whole.init(w, contract=0, out=1)
     for step in (0, 100):
         ctx = nm.Ctx(step=step, state=state)

@@ -12,7 +12,7 @@ import nmjax as nm
 from nmjax.products.slot import SLOTS
 
 ALL = "; ".join(
-    f"{slot}=" + ("ste(mse(2,4))" if slot.startswith("fwd") else "mvue(2,4)" if slot.endswith("_g") else "mse(2,4)")
+    f"{slot}=" + ("ste(mse(2,4))" if slot.startswith("y_") else "mvue(2,4)" if slot.endswith("_g") else "mse(2,4)")
     for slot in SLOTS
 )
 
@@ -63,45 +63,45 @@ def test_every_pruned_layer_and_every_slot_is_named_in_the_compiled_program():
     backward = [name for name in names if "transpose(jvp(" in name]
     forward = [name for name in names if "jvp(" in name and "transpose(jvp(" not in name]
     for slot in SLOTS:
-        assert named(forward if slot.startswith("fwd") else backward, slot), slot
-        other = named(backward if slot.startswith("fwd") else forward, slot)
-        # ste passes gradients on; drhs_lhs chooses in the forward pass what is kept of x
-        assert other == (slot == "drhs_lhs"), slot
+        assert named(forward if slot.startswith("y_") else backward, slot), slot
+        other = named(backward if slot.startswith("y_") else forward, slot)
+        # ste passes gradients on; dw_x chooses in the forward pass what is kept of x
+        assert other == (slot == "dw_x"), slot
 
 
 def test_dense_layers_and_empty_slots_have_no_names_of_their_own():
-    names = names_in(step(None, ((r"mlp/0", "drhs_g=mvue(2,4)"), (r".*", "dense"))))
-    assert named(names, "mlp/0", "drhs_g")
+    names = names_in(step(None, ((r"mlp/0", "dw_g=mvue(2,4)"), (r".*", "dense"))))
+    assert named(names, "mlp/0", "dw_g")
     assert not any(named(names, path) for path in PATHS if path != "mlp/0")
-    assert not any(named(names, slot) for slot in SLOTS if slot != "drhs_g")
+    assert not any(named(names, slot) for slot in SLOTS if slot != "dw_g")
 
 
 def test_renewing_state_is_named_as_its_slot():
-    names = names_in(step("fwd_rhs=ste(hold(mse(2,4),every=2))"))
-    assert any("mlp/0/" in name and "/fwd_rhs/" in name and "jvp" not in name for name in names)
+    names = names_in(step("y_w=ste(hold(mse(2,4),every=2))"))
+    assert any("mlp/0/" in name and "/y_w/" in name and "jvp" not in name for name in names)
 
 
 def test_rounding_to_a_storage_format_is_named_as_its_slot():
-    names = names_in(step("fwd_lhs=fp8('e4m3'); drhs_g=chain(mvue(2,4),fp8('e5m2'))"))
-    assert named(names, "mlp/1", "fwd_lhs")
-    assert named(names, "mlp/1", "drhs_g")
+    names = names_in(step("y_x=fp8('e4m3'); dw_g=chain(mvue(2,4),fp8('e5m2'))"))
+    assert named(names, "mlp/1", "y_x")
+    assert named(names, "mlp/1", "dw_g")
 
 
 def test_names_are_metadata_alone(monkeypatch):
     with_names = step(ALL)
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
     without = step(ALL)
-    assert not named(re.findall(r'loc\("([^"]*)"', without.as_text(debug_info=True)), "drhs_g")
+    assert not named(re.findall(r'loc\("([^"]*)"', without.as_text(debug_info=True)), "dw_g")
     assert with_names.as_text() == without.as_text()
 
 
 def test_a_stack_of_layers_is_named_once():
     make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0)
-    stack = nm.nnx.sparsify(make(jax.random.split(jax.random.key(0), 3)), nm.Recipe(((r".*", "drhs_g=mvue(2,4)"),)))
+    stack = nm.nnx.sparsify(make(jax.random.split(jax.random.key(0), 3)), nm.Recipe(((r".*", "dw_g=mvue(2,4)"),)))
     axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
     run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
     text = nnx.jit(nnx.grad(lambda stack, x: run(x, stack).sum())).lower(stack, jnp.ones((4, 8)))
-    assert named(names_in(text), "the model", "drhs_g")
+    assert named(names_in(text), "the model", "dw_g")
 
 
 def test_flax_linen_names_layers_itself():

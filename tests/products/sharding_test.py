@@ -39,9 +39,9 @@ METHODS = {
     "s_ste": "s_ste(2,4)",
     "sdgp": "sdgp(2,4,over='group')",
     "bdwp": "bdwp(2,4)",
-    "transposable": "fwd_rhs=ste(transposable(2,4))",
-    "every slot": "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); "
-    "drhs_g=mvue(2,4); drhs_lhs=raw(mse(2,4))",
+    "transposable": "y_w=ste(transposable(2,4))",
+    "every slot": "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); "
+    "dw_g=mvue(2,4); dw_x=raw(mse(2,4))",
 }
 LAYOUTS = {  # of x (tokens, in), w (in, out) and g (tokens, out)
     "tokens": (P("d"), P(), P("d")),
@@ -53,7 +53,7 @@ LAYOUTS = {  # of x (tokens, in), w (in, out) and g (tokens, out)
 
 def three_products(x, w, g, key, step, sparsity, out_sharding=None):
     def f(x, w):
-        ctx = nm.Ctx(key, step, {"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.facts.has_state else None)
+        ctx = nm.Ctx(key, step, {"y_w": jnp.float32(1)} if sparsity.y_w.facts.has_state else None)
         return nm.dot_general(x, w, MATMUL, out_sharding=out_sharding, sparsity=sparsity, ctx=ctx)
 
     y, back = jax.vjp(f, x, w)
@@ -123,12 +123,12 @@ def test_gradients_lie_where_their_operands_do(kind):
 @pytest.mark.parametrize("kind", TYPES)
 def test_two_mesh_axes_and_a_sequence(kind):
     """Batch and sequence both sharded: dw groups tokens along the sequence alone, and moves nothing for it."""
-    sparsity = nm.parse("s_ste(2,4); dlhs_g=mse(2,4)")
+    sparsity = nm.parse("s_ste(2,4); dx_g=mse(2,4)")
     x, w, g = whole(0, 4, 16, 16), whole(1, 16, 8), whole(2, 4, 16, 8)
 
     def run(x, w, g):
         f = lambda x, w: nm.einsum(
-            "bti,io->bto", x, w, sparsity=sparsity, ctx=nm.Ctx(jax.random.key(0), 0, {"fwd_rhs": jnp.float32(1)})
+            "bti,io->bto", x, w, sparsity=sparsity, ctx=nm.Ctx(jax.random.key(0), 0, {"y_w": jnp.float32(1)})
         )
         y, back = jax.vjp(f, x, w)
         return y, *back(g)

@@ -36,35 +36,35 @@ class Row:
 
 
 ROWS = [
-    Row("fwd_rhs", identity, identity, "identity", pattern=None),
-    Row("fwd_rhs", mse, mse, "mse(2,4)"),
-    Row("drhs_g", mvue, mvue, "mvue(2,4)"),
+    Row("y_w", identity, identity, "identity", pattern=None),
+    Row("y_w", mse, mse, "mse(2,4)"),
+    Row("dw_g", mvue, mvue, "mvue(2,4)"),
     # gradient rules leave the values of their part as they are
-    Row("fwd_rhs", nm.ste(mse), mse, "ste(mse(2,4))", rule=True),
-    Row("fwd_rhs", nm.ste(identity), identity, "identity", rule=True, pattern=None),
-    Row("fwd_rhs", nm.sr_ste(mse), mse, "sr_ste(mse(2,4))", rule=True),
+    Row("y_w", nm.ste(mse), mse, "ste(mse(2,4))", rule=True),
+    Row("y_w", nm.ste(identity), identity, "identity", rule=True, pattern=None),
+    Row("y_w", nm.sr_ste(mse), mse, "sr_ste(mse(2,4))", rule=True),
     # storage: the fp8 at the end, and nowhere else
-    Row("fwd_lhs", fp8, identity, "identity", storage=fp8, pattern=None),
-    Row("fwd_rhs", nm.ste(fp8), identity, "identity", storage=fp8, rule=True, pattern=None),
-    Row("fwd_rhs", nm.ste(nm.chain(soft, fp8)), soft, "ste(chain(soft(2,4),identity))", storage=fp8, rule=True, path=(Link(0, 2),)),
-    Row("drhs_g", nm.chain(mvue, random8), mvue, "chain(mvue(2,4),identity)", storage=random8, path=(Link(0, 2),)),
-    Row("drhs_g", nm.chain(mse, mvue, fp8), None, "chain(mse(2,4),mvue(2,4),identity)", storage=fp8),
-    Row("drhs_g", nm.chain(fp8, mse), None, "chain(fp8('e4m3'),mse(2,4))"),
-    Row("drhs_g", nm.chain(fp8), identity, "chain(identity)", storage=fp8, pattern=None),
-    Row("drhs_g", nm.chain(), identity, "chain()", pattern=None),
-    Row("drhs_g", nm.chain(identity, mse), mse, "chain(identity,mse(2,4))", path=(Link(1, 2),)),
-    Row("drhs_g", nm.chain(nm.chain(mvue), fp8), mvue, "chain(chain(mvue(2,4)),identity)", storage=fp8, path=(Link(0, 2), Link(0, 1))),
-    Row("drhs_g", nm.chain(nm.chain(mse, fp8), identity), nm.chain(mse, fp8), "chain(chain(mse(2,4),fp8('e4m3')),identity)", path=(Link(0, 2),)),
+    Row("y_x", fp8, identity, "identity", storage=fp8, pattern=None),
+    Row("y_w", nm.ste(fp8), identity, "identity", storage=fp8, rule=True, pattern=None),
+    Row("y_w", nm.ste(nm.chain(soft, fp8)), soft, "ste(chain(soft(2,4),identity))", storage=fp8, rule=True, path=(Link(0, 2),)),
+    Row("dw_g", nm.chain(mvue, random8), mvue, "chain(mvue(2,4),identity)", storage=random8, path=(Link(0, 2),)),
+    Row("dw_g", nm.chain(mse, mvue, fp8), None, "chain(mse(2,4),mvue(2,4),identity)", storage=fp8),
+    Row("dw_g", nm.chain(fp8, mse), None, "chain(fp8('e4m3'),mse(2,4))"),
+    Row("dw_g", nm.chain(fp8), identity, "chain(identity)", storage=fp8, pattern=None),
+    Row("dw_g", nm.chain(), identity, "chain()", pattern=None),
+    Row("dw_g", nm.chain(identity, mse), mse, "chain(identity,mse(2,4))", path=(Link(1, 2),)),
+    Row("dw_g", nm.chain(nm.chain(mvue), fp8), mvue, "chain(chain(mvue(2,4)),identity)", storage=fp8, path=(Link(0, 2), Link(0, 1))),
+    Row("dw_g", nm.chain(nm.chain(mse, fp8), identity), nm.chain(mse, fp8), "chain(chain(mse(2,4),fp8('e4m3')),identity)", path=(Link(0, 2),)),
     # raw: the operand itself
-    Row("dlhs_rhs", nm.raw(mse), mse, "raw(mse(2,4))", raw=True),
-    Row("drhs_lhs", nm.raw(nm.chain(mse, fp8)), mse, "raw(chain(mse(2,4),identity))", storage=fp8, raw=True, path=(Link(0, 2),)),
+    Row("dx_w", nm.raw(mse), mse, "raw(mse(2,4))", raw=True),
+    Row("dw_x", nm.raw(nm.chain(mse, fp8)), mse, "raw(chain(mse(2,4),identity))", storage=fp8, raw=True, path=(Link(0, 2),)),
     # all others prune by themselves, whatever is inside them
-    Row("fwd_rhs", nm.decay(mse, nm.linear(1, 0, 5)), nm.decay(mse, nm.linear(1, 0, 5)), "decay(mse(2,4),linear(1.0,0.0,5))", pattern=None),
-    Row("drhs_g", nm.stages(((0, identity), (5, mse))), nm.stages(((0, identity), (5, mse))), "stages(((0,identity),(5,mse(2,4))))", pattern=None),
-    Row("dlhs_g", nm.rescale(mse), nm.rescale(mse), "rescale(mse(2,4))"),
-    Row("fwd_rhs", nm.ste(held), held, "ste(hold(mse(2,4),every=5))", rule=True),
-    Row("fwd_rhs", nm.stage(nm.stages(((0, held), (5, mse))), 3), held, "stage(stages(((0,hold(mse(2,4),every=5)),(5,mse(2,4)))),3)", path=(Link(0, 2, keyed=False),)),
-    Row("dlhs_rhs", nm.permute(mse), nm.permute(mse), "permute(mse(2,4))", pattern=None),
+    Row("y_w", nm.decay(mse, nm.linear(1, 0, 5)), nm.decay(mse, nm.linear(1, 0, 5)), "decay(mse(2,4),linear(1.0,0.0,5))", pattern=None),
+    Row("dw_g", nm.stages(((0, identity), (5, mse))), nm.stages(((0, identity), (5, mse))), "stages(((0,identity),(5,mse(2,4))))", pattern=None),
+    Row("dx_g", nm.rescale(mse), nm.rescale(mse), "rescale(mse(2,4))"),
+    Row("y_w", nm.ste(held), held, "ste(hold(mse(2,4),every=5))", rule=True),
+    Row("y_w", nm.stage(nm.stages(((0, held), (5, mse))), 3), held, "stage(stages(((0,hold(mse(2,4),every=5)),(5,mse(2,4)))),3)", path=(Link(0, 2, keyed=False),)),
+    Row("dx_w", nm.permute(mse), nm.permute(mse), "permute(mse(2,4))", pattern=None),
 ]  # fmt: skip
 
 
@@ -104,28 +104,28 @@ def test_the_core_reads_the_key_and_the_state_that_a_call_gives_it(row):
 
 
 def test_storage_rounds_by_the_key_that_a_chain_would_give_it():
-    slot = as_slot("drhs_g", nm.chain(mvue, random8))
+    slot = as_slot("dw_g", nm.chain(mvue, random8))
     ctx = nm.Ctx(key=nm.random.words(3), step=2)
     x = jax.random.normal(jax.random.key(1), (8, 8))
     inner = slot.context(ctx)
     pruned = slot.applied(x, 0, inner)
     rounded = slot.storage(pruned, 0, nm.Ctx(key=slot.rounding_key(ctx)))
     np.testing.assert_array_equal(rounded, slot.pruner(x, 0, inner))
-    assert as_slot("drhs_g", nm.chain(mvue, fp8)).rounding_key(ctx) is None
+    assert as_slot("dw_g", nm.chain(mvue, fp8)).rounding_key(ctx) is None
 
 
 def test_a_chains_state_must_fit_its_parts():
-    slot = as_slot("fwd_rhs", nm.ste(nm.chain(soft, fp8)))
+    slot = as_slot("y_w", nm.ste(nm.chain(soft, fp8)))
     with pytest.raises(ValueError, match="a pruner of 2 parts has a tuple of 2 states"):
-        slot.core_context(nm.Ctx(state={"fwd_rhs": jnp.float32(1)}))
+        slot.core_context(nm.Ctx(state={"y_w": jnp.float32(1)}))
 
 
 def test_a_sparsity_has_its_slots_in_normal_form():
     sparsity = nm.parse("s_ste(2,4)")
     assert tuple(sparsity.slots) == SLOTS
     assert [str(slot) for slot in sparsity.slots.values() if not slot.empty] == [
-        "fwd_rhs=ste(soft(2,4))",
-        "drhs_g=mvue(2,4)",
+        "y_w=ste(soft(2,4))",
+        "dw_g=mvue(2,4)",
     ]
     assert sparsity.slots is sparsity.slots
 
@@ -188,5 +188,5 @@ def test_a_class_that_says_nothing_promises_nothing():
 
 def test_random_rounding_in_a_forward_slot_is_refused_with_what_to_write_instead():
     with pytest.raises(ValueError, match=r"rounded to nearest.*Here write fp8\('e4m3'\)"):
-        nm.Sparsity(fwd_rhs=nm.fp8("e4m3", "random"))
-    nm.Sparsity(fwd_rhs=nm.fp8("e4m3"))
+        nm.Sparsity(y_w=nm.fp8("e4m3", "random"))
+    nm.Sparsity(y_w=nm.fp8("e4m3"))

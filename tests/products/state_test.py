@@ -57,23 +57,23 @@ def test_parts_that_draw_draw_apart():
 
 def test_the_second_scale_is_of_what_the_forward_product_uses():
     """<v, s> / <s, s> of v, the weight after its 1:4 pruning, along the outputs."""
-    s = nm.Sparsity(fwd_rhs=nm.ste(nm.mse(1, 4)), dlhs_rhs=nm.soft(2, 4))
+    s = nm.Sparsity(y_w=nm.ste(nm.mse(1, 4)), dx_w=nm.soft(2, 4))
     state = s.init(W, contract=0, out=1)
     value = np.asarray(nm.mse(1, 4)(W, 0), np.float64)
     size = np.abs(value).reshape(8, 4, 4)
     shrunk = np.maximum(size - np.sort(size, -1)[..., 1:2], 0).reshape(8, 16) * np.sign(value)
-    assert set(state) == {"dlhs_rhs"}
-    np.testing.assert_allclose(state["dlhs_rhs"], (value * shrunk).sum() / (shrunk**2).sum(), rtol=1e-5)
+    assert set(state) == {"dx_w"}
+    np.testing.assert_allclose(state["dx_w"], (value * shrunk).sum() / (shrunk**2).sum(), rtol=1e-5)
 
 
 def test_what_remembers_nothing_needs_no_key():
-    assert nm.Sparsity(fwd_rhs=nm.ste(nm.mvue(2, 4)), dlhs_rhs=nm.mvue(2, 4)).init(W, contract=0, out=1) == {}
+    assert nm.Sparsity(y_w=nm.ste(nm.mvue(2, 4)), dx_w=nm.mvue(2, 4)).init(W, contract=0, out=1) == {}
 
 
 def test_state_is_made_along_the_axes_of_the_product():
     """The same weight, stored either way round, has the same mask."""
     s = nm.methods.fst()
-    one, other = s.init(W, contract=0, out=1)["fwd_rhs"], s.init(W.T, contract=1, out=0)["fwd_rhs"]
+    one, other = s.init(W, contract=0, out=1)["y_w"], s.init(W.T, contract=1, out=0)["y_w"]
     np.testing.assert_array_equal(one, jnp.transpose(other))
     with pytest.raises(TypeError, match="contract"):
         s.init(W)

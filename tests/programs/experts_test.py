@@ -44,7 +44,7 @@ def by_hand(sites, text):
     return f
 
 
-@pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4); dlhs_g=mvue(2,4)", "fst(2,4,every=2)", "bdwp(2,4)"])
+@pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4); dx_g=mvue(2,4)", "fst(2,4,every=2)", "bdwp(2,4)"])
 def test_the_products_of_experts_are_pruned(text):
     """The sites, the value and the gradients are those of nm.ragged_dot."""
     sparse = nm.transform(mixture, nm.Recipe(((".*", text),)))
@@ -58,7 +58,7 @@ def test_the_products_of_experts_are_pruned(text):
     dense = loss(mixture)(PARAMS, X)
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(dense), strict=True))
     if text == "fst(2,4,every=2)":
-        assert sites["up"].state["fwd_rhs"].shape[0] == 4
+        assert sites["up"].state["y_w"].shape[0] == 4
     hard, left = sparse.harden(PARAMS, sites)
     counts = sparse.violations(hard, sites)
     for name, axis in (("up", 1), ("down", 1)):
@@ -99,15 +99,15 @@ def test_the_plan_of_experts():
     assert (up.path, up.kernel, up.flops) == ("up", (4, 8, 12), 2 * 16 * 8 * 12)
     assert up.shares == (0.5, 1.0, 0.5)
     assert [(slot.name, slot.along, slot.groups) for slot in up.slots] == [
-        ("fwd_rhs", (8,), 4 * 8 * 12 // 4),
-        ("drhs_g", (16,), None),  # the sizes of a call decide how many groups there are
+        ("y_w", (8,), 4 * 8 * 12 // 4),
+        ("dw_g", (16,), None),  # the sizes of a call decide how many groups there are
     ]
     assert down.hardened == "2:4"
     assert not plan.refused
-    assert dict(up.runs)["fwd"].how == "emulated"
+    assert dict(up.runs)["y"].how == "emulated"
     refused = nm.transform(mixture, nm.Recipe(((".*", "ste(3,5)"),))).plan(PARAMS, X).refused
     assert {where for where, _ in refused} == {"up", "down"}
-    with pytest.raises(ValueError, match=r"up: fwd_rhs=ste\(mse\(3,5\)\) prunes an array of shape \(4, 8, 12\)"):
+    with pytest.raises(ValueError, match=r"up: y_w=ste\(mse\(3,5\)\) prunes an array of shape \(4, 8, 12\)"):
         nm.transform(mixture, nm.Recipe(((".*", "ste(3,5)"),))).init(PARAMS, X)
 
 
@@ -151,7 +151,7 @@ def test_the_model_with_pruned_experts():
         return nnx.merge(graph, state, rest, copy=True)(tokens)
 
     tokens = jax.random.randint(jax.random.key(0), (3, 8), 0, 16)
-    sparse = nm.transform(f, nm.Recipe(((r"blocks/.*/moe/(up|down)/kernel", "ste(2,4); drhs_g=mvue(2,4)"),)))
+    sparse = nm.transform(f, nm.Recipe(((r"blocks/.*/moe/(up|down)/kernel", "ste(2,4); dw_g=mvue(2,4)"),)))
     sites = sparse.init(arrays, tokens)
     assert sorted(sites) == [f"blocks/{i}/moe/{name}/kernel" for i in range(2) for name in ("down", "up")]
     hard = {k: nm.prune(nm.mse(2, 4), v, axis=1) if k in sites else v for k, v in arrays.items()}

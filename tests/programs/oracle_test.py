@@ -56,8 +56,8 @@ BY_HAND = {
     "ste(2,4)": lambda x, w: x @ ste(w, 0),
     "mdgf(2,4,linear(1,0,10))": lambda x, w: x @ straight(w, jnp.where(kept(w, 0), w, (1 - STEP / 10) * w)),
     f"sr_ste(2,4,lam={LAM})": lambda x, w: x @ decayed(w),
-    "fwd_lhs=ste(mse(2,4))": lambda x, w: ste(x, 1) @ w,
-    "ste(2,4); drhs_g=mse(2,4)": lambda x, w: pruned_gradient(x, ste(w, 0)),
+    "y_x=ste(mse(2,4))": lambda x, w: ste(x, 1) @ w,
+    "ste(2,4); dw_g=mse(2,4)": lambda x, w: pruned_gradient(x, ste(w, 0)),
 }
 """What a method computes for x of shape [tokens, in] and w of shape [in, out]."""
 
@@ -203,7 +203,7 @@ def by_transform(program, method, params, x):
     f = lambda params, x: program(product(params), x)
     params = {name: params[name] for name in used_here}
     sparse = nm.transform(f, nm.Recipe({".*": method}))
-    refused = program.derived or (program.several and method != "fwd_lhs=ste(mse(2,4))")
+    refused = program.derived or (program.several and method != "y_x=ste(mse(2,4))")
     assert bool(sparse.plan(params, x).refused) == refused, program.parts
     if refused:
         calls = [lambda: sparse.init(params, x), lambda: sparse(params, x)]

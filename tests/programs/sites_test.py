@@ -35,9 +35,7 @@ SAID = {  # pattern, depends on the step, needs a key, has state
 @pytest.mark.parametrize("text", SAID)
 def test_what_a_pruner_says_of_itself(text):
     p = nm.parse_pruner(text)
-    slot = (
-        "dlhs_rhs" if text.startswith("raw") else "fwd_rhs" if p.facts.gradient_rule or p.facts.has_state else "drhs_g"
-    )
+    slot = "dx_w" if text.startswith("raw") else "y_w" if p.facts.gradient_rule or p.facts.has_state else "dw_g"
     assert (
         p.facts.pattern,
         p.facts.depends_on_step,
@@ -82,18 +80,18 @@ def test_refusals_name_every_slot():
     op = Dot((((1,), (0,)), ((), ())), None, None, None)
     shaped = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
     x, w = shaped(6, 10), shaped(10, 12)
-    sparsity = nm.parse("fwd_lhs=mse(2,5); fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)")
+    sparsity = nm.parse("y_x=mse(2,5); y_w=ste(mse(2,4)); dx_g=mse(2,4); dw_g=mvue(2,4)")
     refused = dict(slot_refusals(op, x, w, sparsity, tokens_known=True))
-    assert list(refused) == ["fwd_rhs", "drhs_g"]
-    assert refused["fwd_rhs"].reason.startswith(
-        "fwd_rhs=ste(mse(2,4)) prunes an array of shape (10, 12) along its contraction axis 0"
+    assert list(refused) == ["y_w", "dw_g"]
+    assert refused["y_w"].reason.startswith(
+        "y_w=ste(mse(2,4)) prunes an array of shape (10, 12) along its contraction axis 0"
     )
-    assert refused["drhs_g"].reason.startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 12)")
-    example = dict(slot_refusals(op, shaped(4, 10), w, nm.parse("fwd_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))")))
-    assert example["fwd_lhs"].reason.startswith(
-        "fwd_lhs=mse(2,4) prunes an array along its features, whose 10 values do not divide into groups of 4."
+    assert refused["dw_g"].reason.startswith("dw_g=mvue(2,4) prunes an array of shape (6, 12)")
+    example = dict(slot_refusals(op, shaped(4, 10), w, nm.parse("y_x=mse(2,4); y_w=ste(mse(2,4))")))
+    assert example["y_x"].reason.startswith(
+        "y_x=mse(2,4) prunes an array along its features, whose 10 values do not divide into groups of 4."
     )
-    assert example["fwd_rhs"] == refused["fwd_rhs"]
+    assert example["y_w"] == refused["y_w"]
     assert slot_refusals(op, x, w, nm.Sparsity()) == ()
 
 
@@ -121,7 +119,7 @@ def test_backends():
 
 def test_errors_name_the_layer():
     x, w = jnp.ones((4, 10)), jnp.ones((10, 4))
-    with pytest.raises(ValueError, match=r"^blocks/0/up: fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(10, 4\)"):
+    with pytest.raises(ValueError, match=r"^blocks/0/up: y_w=ste\(mse\(2,4\)\) prunes an array of shape \(10, 4\)"):
         nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), name="blocks/0/up")
-    with pytest.raises(ValueError, match=r"^up: fwd_rhs=ste\(soft\(2,5\)\) keeps state"):
-        nm.einsum("ti,io->to", x, w, sparsity=nm.parse("fwd_rhs=ste(soft(2,5))"), name="up")
+    with pytest.raises(ValueError, match=r"^up: y_w=ste\(soft\(2,5\)\) keeps state"):
+        nm.einsum("ti,io->to", x, w, sparsity=nm.parse("y_w=ste(soft(2,5))"), name="up")

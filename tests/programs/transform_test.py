@@ -18,8 +18,8 @@ from nmjax.programs.transform import leaves
 
 METHODS = [
     "ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "mvue(2,4)", "bdwp(2,4)", "bi_mask(2,4)", "fst(2,4,every=3)",
-    "mdgf(2,4,linear(1,0,10))", "sdgf(2,4,steps=12)", "sdgp(2,4)", "top_gradient(2,4)", "fwd_lhs=ste(mse(2,4))",
-    "s_ste(2,4,fp8=True)", "drhs_lhs=mvue(2,4)",
+    "mdgf(2,4,linear(1,0,10))", "sdgf(2,4,steps=12)", "sdgp(2,4)", "top_gradient(2,4)", "y_x=ste(mse(2,4))",
+    "s_ste(2,4,fp8=True)", "dw_x=mvue(2,4)",
 ]  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_bit_for_bit_the_same_as_by_the_doors(text):
     for path, value in nnx.to_flat_state(nnx.state(by_doors, nnx.Param)):
         np.testing.assert_array_equal(hard["/".join(map(str, path))], value[...])
     np.testing.assert_array_equal(jax.jit(sparse)(hard, x, sites=left), nnx.jit(by_doors)(x))
-    promised = [nm.parse(text).fwd_rhs.final.facts.pattern is not None] * 4
+    promised = [nm.parse(text).y_w.final.facts.pattern is not None] * 4
     counts = sparse.violations(hard, sites).values()
     assert [count is not None and int(count) == 0 for count in counts] == promised
     assert [count is None for count in counts] == [not each for each in promised]
@@ -244,8 +244,8 @@ def test_every_layer_of_a_stack_has_noise_and_state_of_its_own():
     site = sites["w"]
     assert site.words.shape == (3, 2)
     assert len({tuple(words) for words in site.words.tolist()}) == 3
-    betas = [nm.parse(text).init(w, contract=(0,), out=(1,))["fwd_rhs"] for w in params["w"]]
-    np.testing.assert_allclose(site.state["fwd_rhs"], jnp.stack(betas), rtol=1e-6)
+    betas = [nm.parse(text).init(w, contract=(0,), out=(1,))["y_w"] for w in params["w"]]
+    np.testing.assert_allclose(site.state["y_w"], jnp.stack(betas), rtol=1e-6)
 
     def loop(params, x):
         h = x
@@ -263,7 +263,7 @@ def test_every_layer_of_a_stack_has_noise_and_state_of_its_own():
 
 def test_time_is_data():
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
-    sparse, traces = nm.transform(lambda p, x: x @ p["w"], every("mdgf(2,4,linear(1,0,10)); drhs_g=mvue(2,4)")), []
+    sparse, traces = nm.transform(lambda p, x: x @ p["w"], every("mdgf(2,4,linear(1,0,10)); dw_g=mvue(2,4)")), []
 
     @jax.jit
     def step(params, sites, i):
@@ -328,7 +328,7 @@ def test_a_tied_embedding_has_no_single_final_form():
     sites = sparse.init(params, jnp.arange(4))
     with pytest.raises(
         ValueError,
-        match=r'^e: fwd_rhs=.* because it also goes into gather. Leave it dense: \(r"e", "dense"\)',
+        match=r'^e: y_w=.* because it also goes into gather. Leave it dense: \(r"e", "dense"\)',
     ):
         sparse.harden(params, sites)
 
@@ -427,7 +427,7 @@ def test_a_left_weight_on_an_explicit_mesh():
 
 def test_sites_can_be_donated_after_a_step_is_set():
     params = {"a": draw(0, 16, 16), "b": draw(1, 16, 16)}
-    sparse = nm.transform(lambda p, x: x @ p["a"] @ p["b"], every("ste(2,4); drhs_g=mvue(2,4)"))
+    sparse = nm.transform(lambda p, x: x @ p["a"] @ p["b"], every("ste(2,4); dw_g=mvue(2,4)"))
     x = draw(2, 8, 16)
     sites = sparse.set_step(params, sparse.init(params, x), 3)
     step = jax.jit(lambda sites, p, x: (sites, sparse(p, x, sites=sites).sum()), donate_argnums=0)
@@ -472,7 +472,7 @@ def test_only_the_branch_of_the_platform_is_compiled():
         ),
         (
             lambda: nm.transform(MATMUL, every("ste(2,4)")).init({"w": jnp.ones((6, 8))}, jnp.ones((8, 6))),
-            ValueError, r"The recipe cannot be carried out:\n  w: fwd_rhs=.* whose 6 values do not divide",
+            ValueError, r"The recipe cannot be carried out:\n  w: y_w=.* whose 6 values do not divide",
         ),
         (
             lambda: nm.transform(MATMUL, nm.Recipe((("v", "ste(2,4)"),))).init(
@@ -535,7 +535,7 @@ def test_products_along_different_axes_of_a_parameter():
         sparse.harden(params, sites)
 
 
-@pytest.mark.parametrize("text", ["drhs_g=mse(2,4)", "sdgp(2,4)", "fwd_lhs=ste(mse(2,4))"])
+@pytest.mark.parametrize("text", ["dw_g=mse(2,4)", "sdgp(2,4)", "y_x=ste(mse(2,4))"])
 def test_tied_products_that_do_not_prune_the_parameter(text):
     nm.transform(tied, every(text)).init({"w": draw(0, 16, 8)}, draw(1, 8, 16))
 
@@ -619,7 +619,7 @@ DERIVED = {
 def test_a_derivative_of_a_pruned_product_inside_the_function_is_refused(case):
     """Whatever the method: its gradient rule and backward slots would be lost, and w be pruned along another axis."""
     params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
-    for text in ("ste(2,4)", "sr_ste(2,4)", "drhs_g=mvue(2,4)", "fwd_lhs=ste(mse(2,4))"):
+    for text in ("ste(2,4)", "sr_ste(2,4)", "dw_g=mvue(2,4)", "y_x=ste(mse(2,4))"):
         said = "is part of a derivative that the function takes itself.* sparse = nm.transform"
         refuses(nm.transform(DERIVED[case], every(text)), params, x, said)
     dense = nm.transform(DERIVED[case], every("dense"))
@@ -695,7 +695,7 @@ def test_the_gradient_of_a_transformed_energy(text):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found, (wanted, grads))
 
 
-@pytest.mark.parametrize("text", ["s_ste(2,4)", "drhs_g=mvue(2,4)", "sdgp(2,4)", "bdwp(2,4)"])
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "dw_g=mvue(2,4)", "sdgp(2,4)", "bdwp(2,4)"])
 def test_a_loss_on_the_gradient_of_an_energy_needs_empty_backward_slots(text):
     params, x = {"a": draw(0, 16, 8), "b": draw(1, 8, 4)}, draw(2, 8, 16)
     sparse = nm.transform(energy, every(text))

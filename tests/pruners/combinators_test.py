@@ -134,7 +134,7 @@ def test_a_chain_promises_the_zeros_that_later_parts_keep(p, pattern, kept):
 
 def test_a_product_whose_chain_ends_the_pattern_is_not_packed():
     draw = lambda seed: jax.random.normal(jax.random.key(seed), (128, 128), jnp.bfloat16)
-    sparsity = nm.Sparsity(drhs_g=nm.chain(nm.mse(2, 4), plus()))
+    sparsity = nm.Sparsity(dw_g=nm.chain(nm.mse(2, 4), plus()))
 
     def gradients(backend):
         product = lambda x, w: nm.einsum("ti,io->to", x, w, sparsity=sparsity, backend=backend)
@@ -150,7 +150,7 @@ def test_pruners_in_a_tuple_are_parts():
     assert (p.parts, p.facts.block, p.facts.stochastic) == ((nm.mvue(2, 4), nm.mse(1, 8)), 8, True)
     with pytest.raises(ValueError, match="pass a key"):
         nm.prune(p, jnp.ones(8))
-    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": nm.Sparsity(drhs_g=p)}))
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": nm.Sparsity(dw_g=p)}))
     assert model.nm_site.words is not None
 
 

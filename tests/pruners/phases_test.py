@@ -61,7 +61,7 @@ def test_what_a_pruner_is_in_each_phase(text):
     for start, form in wanted.items():
         if form is not None:
             assert p.at(start) == nm.parse_pruner(form)
-            assert nm.Sparsity(fwd_rhs=p).at(start).fwd_rhs == p.at(start)
+            assert nm.Sparsity(y_w=p).at(start).y_w == p.at(start)
 
 
 @pytest.mark.parametrize("text", PHASES)
@@ -86,8 +86,8 @@ def test_values_gradients_and_state_are_the_same(text):
 
 MIXES = (
     "fst(lam=0.1,every=2,dense_from=5)",
-    f"mdgf(2,4,{FADING}); drhs_g=mvue(2,4)",
-    "sdgf(2,8,steps=9); dlhs_g=mse(2,4)",
+    f"mdgf(2,4,{FADING}); dw_g=mvue(2,4)",
+    "sdgf(2,8,steps=9); dx_g=mse(2,4)",
 )
 
 
@@ -115,9 +115,9 @@ def test_methods():
     assert nm.parse("s_ste(2,4)").phases == ()
     assert nm.parse("s_ste(2,4)").at(7) == nm.parse("s_ste(2,4)")
     tail = nm.parse("fst(dense_from=250)").at(250)
-    assert tail.slots["fwd_rhs"].core == nm.identity
-    assert tail.drhs_g == nm.identity
-    assert nm.parse_pruner(repr(tail.fwd_rhs)) == tail.fwd_rhs
+    assert tail.slots["y_w"].core == nm.identity
+    assert tail.dw_g == nm.identity
+    assert nm.parse_pruner(repr(tail.y_w)) == tail.y_w
     with pytest.raises(ValueError, match="at: step must be at least 0, got -1"):
         tail.at(-1)
     with pytest.raises(ValueError, match="stage takes a stages and then a step of at least 0"):
@@ -126,30 +126,30 @@ def test_methods():
 
 def test_a_slot_that_may_be_dense_keeps_its_groups():
     """Groups of four do not fit six tokens, so the slot is empty at all steps, also where it has groups of two."""
-    text = "drhs_g=stages(((0,mse(1,2)),(5,mse(2,4)))){}"
+    text = "dw_g=stages(((0,mse(1,2)),(5,mse(2,4)))){}"
     for more in (" else dense", "; else dense"):
-        assert nm.parse(text.format(more)).at(0).drhs_g == nm.parse(text.format("")).drhs_g
-        assert nm.parse(text.format(more)).at(5).drhs_g == nm.mse(2, 4)
-    assert nm.parse(text.format("")).at(0).drhs_g == nm.mse(1, 2)
+        assert nm.parse(text.format(more)).at(0).dw_g == nm.parse(text.format("")).dw_g
+        assert nm.parse(text.format(more)).at(5).dw_g == nm.mse(2, 4)
+    assert nm.parse(text.format("")).at(0).dw_g == nm.mse(1, 2)
 
 
 KEPT = {  # methods with a slot that keeps its pruner in the last phase: its first step; None if it is the only one
-    "dlhs_rhs=decay(mse(2,4),linear(1.0,0.0,4))": None,  # a gradient rule has no meaning here
-    "dlhs_rhs=raw(decay(mse(2,4),linear(1.0,0.0,4)))": None,
-    "fwd_rhs=chain(decay(mse(2,4),linear(1,0,4)),fp8('e4m3'))": None,  # nor inside another pruner
-    "fwd_rhs=ste(decay(mse(2,4),linear(1,0,4)))": None,
-    "drhs_g=stages(((0,identity),(5,fp8('e5m2')))) else dense": 5,  # it would be the slot's storage
-    "fwd_rhs=ste(stages(((0,mse(2,4)),(5,chain(mse(2,4),fp8('e4m3'))))))": 5,
-    "fwd_rhs=ste(stages(((0,identity),(5,fp8('e4m3','random')))))": 5,  # refused in a forward slot
-    "fwd_rhs=ste(rows(hold(stages(((0,identity),(4,mse(2,4)))),every=2)))": None,
-    "drhs_g=stages(((0,mvue(2,4)),(5,mvue(1,2))))": 5,  # groups of another size draw other numbers
+    "dx_w=decay(mse(2,4),linear(1.0,0.0,4))": None,  # a gradient rule has no meaning here
+    "dx_w=raw(decay(mse(2,4),linear(1.0,0.0,4)))": None,
+    "y_w=chain(decay(mse(2,4),linear(1,0,4)),fp8('e4m3'))": None,  # nor inside another pruner
+    "y_w=ste(decay(mse(2,4),linear(1,0,4)))": None,
+    "dw_g=stages(((0,identity),(5,fp8('e5m2')))) else dense": 5,  # it would be the slot's storage
+    "y_w=ste(stages(((0,mse(2,4)),(5,chain(mse(2,4),fp8('e4m3'))))))": 5,
+    "y_w=ste(stages(((0,identity),(5,fp8('e4m3','random')))))": 5,  # refused in a forward slot
+    "y_w=ste(rows(hold(stages(((0,identity),(4,mse(2,4)))),every=2)))": None,
+    "dw_g=stages(((0,mvue(2,4)),(5,mvue(1,2))))": 5,  # groups of another size draw other numbers
 }
 CHANGED = {
-    "dlhs_g=stages(((0,identity),(5,decay(mse(2,4),linear(1,0,4,begin=5)))))": (
-        6, "dlhs_g=decay(mse(2,4),linear(1.0,0.0,4,begin=5))",
+    "dx_g=stages(((0,identity),(5,decay(mse(2,4),linear(1,0,4,begin=5)))))": (
+        6, "dx_g=decay(mse(2,4),linear(1.0,0.0,4,begin=5))",
     ),
-    "drhs_g=stages(((0,mse(1,2)),(5,identity))) else dense": (5, "dense"),
-    "drhs_g=stages(((0,mvue(1,2)),(5,mvue(2,4))))": (5, "drhs_g=mvue(2,4)"),
+    "dw_g=stages(((0,mse(1,2)),(5,identity))) else dense": (5, "dense"),
+    "dw_g=stages(((0,mvue(1,2)),(5,mvue(2,4))))": (5, "dw_g=mvue(2,4)"),
 }  # fmt: skip
 
 

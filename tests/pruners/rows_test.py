@@ -113,7 +113,7 @@ def of_dw(text, x, g, by_xla=True):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("by", ["own", "both"])
-@pytest.mark.parametrize("slot", ["drhs_g", "drhs_lhs"])
+@pytest.mark.parametrize("slot", ["dw_g", "dw_x"])
 def test_dw_is_unbiased_and_its_variance_is_that_of_the_closed_form(slot, by, n):
     text = f"{slot}=rows(mvue({n},4),by='{by}')"
     size = np.random.default_rng(3).uniform(0.1, 4, (16, 2))
@@ -156,8 +156,8 @@ def test_by_both_has_the_least_variance():
     dw = np.asarray(x.T @ g, float)
     error = {
         text: ((of_dw(text, x, g) - dw) ** 2).sum((1, 2))
-        for text in ("drhs_g=rows(mvue(1,4),by='both')", "drhs_g=rows(mvue(1,4))", "drhs_lhs=rows(mvue(1,4))",
-                     "drhs_g=rows(uniform(1,4))")
+        for text in ("dw_g=rows(mvue(1,4),by='both')", "dw_g=rows(mvue(1,4))", "dw_x=rows(mvue(1,4))",
+                     "dw_g=rows(uniform(1,4))")
     }  # fmt: skip
     both, *others = ((e.mean(), e.std() / DRAWS**0.5) for e in error.values())
     for mean, deviation in others:
@@ -188,7 +188,7 @@ def test_pruners_without_a_meaning_for_norms_are_refused(text, message):
 
 def test_both_is_for_backward_slots_of_products():
     with pytest.raises(ValueError, match="only a backward slot may read the norms of both operands"):
-        nm.parse("fwd_lhs=ste(rows(mse(2,4),by='both'))")
+        nm.parse("y_x=ste(rows(mse(2,4),by='both'))")
     with pytest.raises(ValueError, match="reads the norms of the other operand"):
         nm.prune(nm.rows(nm.mse(2, 4), by="both"), jnp.ones((4, 2)), axis=0)
 

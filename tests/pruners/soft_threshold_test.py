@@ -59,7 +59,7 @@ def test_other_scales():
         assert not p.facts.has_state
         assert p.init(w) is None
         assert nm.parse_pruner(str(p)) == p
-        assert nm.Sparsity(fwd_rhs=nm.ste(p)).init(w, contract=0, out=1) == {}
+        assert nm.Sparsity(y_w=nm.ste(p)).init(w, contract=0, out=1) == {}
     assert not limits.fuses(now)
     assert limits.fuses(one)
     with pytest.raises(ValueError, match="scale must be 'frozen', 'now' or 'one'"):

@@ -27,7 +27,7 @@ def test_a_schedule_is_a_field_and_a_number_needs_no_step():
     assert str(p) == RISING
     assert p.facts.depends_on_step
     assert not nm.sr_ste(nm.mse(2, 4)).facts.depends_on_step
-    assert nm.methods.sr_ste(2, 4, nm.linear(0, 0.1, 500)).fwd_rhs == p
+    assert nm.methods.sr_ste(2, 4, nm.linear(0, 0.1, 500)).y_w == p
     assert str(nm.sr_ste(nm.mse(2, 4), 1)) == "sr_ste(mse(2,4),lam=1.0)"
 
 

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "explained" / "slots.md"
 
 def patterns(s: nm.Sparsity) -> list[tuple]:
     """(first step, n, m) of every stage of a structure decay; a dense phase as (step, 1, 1)."""
-    rows = s.fwd_rhs.p.rows
+    rows = s.y_w.p.rows
     return [(start, *((p.n, p.m) if isinstance(p, nm.mse) else (1, 1))) for start, p in rows]
 
 
@@ -60,7 +60,7 @@ def test_structure_decay_phases():
 def test_structure_decay_over_steps(kind):
     s = nm.methods.sdgf(1, 4, kind=kind, steps=60, dense=10, k=4)
     w = jax.random.normal(jax.random.key(0), (32, 5))
-    got = [int(jnp.sum(nm.prune(s.fwd_rhs, w, axis=0, step=step) != 0)) for step in range(0, 65, 5)]
+    got = [int(jnp.sum(nm.prune(s.y_w, w, axis=0, step=step) != 0)) for step in range(0, 65, 5)]
     shares = {"stepwise": [160] * 2 + [120] * 4 + [80] * 3 + [40] * 4, "geometric": [160] * 2 + [40] * 11}[kind]
     assert got == shares  # 10 dense; 50 steps in thirds, from 10, 26 and 43
 
@@ -69,8 +69,8 @@ def test_mask_decay_over_steps():
     s = nm.methods.mdgf(2, 4, nm.linear(1, 0, 70, begin=10))
     w = jnp.array([1.0, 2.0, 3.0, 4.0])
     for step, d in ((0, 1.0), (10, 1.0), (45, 0.5), (80, 0.0), (99, 0.0)):
-        np.testing.assert_array_equal(nm.prune(s.fwd_rhs, w, step=step), np.float32([d, 2 * d, 3, 4]))
-    np.testing.assert_array_equal(nm.prune(s.fwd_rhs.final, w), [0, 0, 3, 4])
+        np.testing.assert_array_equal(nm.prune(s.y_w, w, step=step), np.float32([d, 2 * d, 3, 4]))
+    np.testing.assert_array_equal(nm.prune(s.y_w.final, w), [0, 0, 3, 4])
 
 
 def test_fst_phases():
@@ -78,14 +78,14 @@ def test_fst_phases():
     w = jax.random.normal(jax.random.key(0), (16, 8))
     state = s.init(w, contract=0, out=1)
     call = lambda slot, x, step, **ctx: getattr(s, slot)(x, 0, nm.Ctx(step=step, **ctx))
-    sparse, tail = (call("fwd_rhs", w, step, state=(state["fwd_rhs"][0], None)) for step in (99, 100))
+    sparse, tail = (call("y_w", w, step, state=(state["y_w"][0], None)) for step in (99, 100))
     assert bool(nm.groups.is_nm(sparse, 2, 4, 0))
     assert bool(nm.groups.is_nm(sparse, 2, 4, 1))
     np.testing.assert_array_equal(tail, w)
     key = nm.random.words(0)
-    assert bool(nm.groups.is_nm(call("drhs_g", w, 99, key=key), 2, 4, 0))
-    np.testing.assert_array_equal(call("drhs_g", w, 100, key=key), w)
-    assert s.fwd_rhs.final == nm.identity
+    assert bool(nm.groups.is_nm(call("dw_g", w, 99, key=key), 2, 4, 0))
+    np.testing.assert_array_equal(call("dw_g", w, 100, key=key), w)
+    assert s.y_w.final == nm.identity
 
 
 def test_squared_relu_activations():
@@ -94,7 +94,7 @@ def test_squared_relu_activations():
     srelu = lambda v: jnp.square(jax.nn.relu(v))
     fewest = jnp.sort(y.reshape(50, 4, 4), axis=-1)[..., 2:3]
     signed = jnp.where(y.reshape(50, 4, 4) >= fewest, y.reshape(50, 4, 4), 0).reshape(y.shape)
-    np.testing.assert_array_equal(nm.prune(nm.methods.activation().fwd_lhs, srelu(y)), srelu(signed))
+    np.testing.assert_array_equal(nm.prune(nm.methods.activation().y_x, srelu(y)), srelu(signed))
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_fp8_products_err_as_the_notes_say():
     x, w, g = (
         jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(512, 256), (256, 384), (512, 384)])
     )
-    plain = nm.Sparsity(fwd_rhs=nm.ste(nm.soft(2, 4)))
+    plain = nm.Sparsity(y_w=nm.ste(nm.soft(2, 4)))
 
     def product(s):
         ctx = nm.Ctx(state=s.init(w, contract=0, out=1))

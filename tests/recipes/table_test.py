@@ -48,7 +48,7 @@ def test_without_a_rule_a_layer_is_dense():
 
 
 @pytest.mark.parametrize(
-    "text", [f"{name}()" for name in METHODS if name != "mdgf"] + ["mdgf(1,8,linear(1,0,9))", "s_ste(2,4,fp8=True)", "fst(dense_from=9)", "s_ste(); dlhs_g=rescale(mse(1,8),over='group')"]
+    "text", [f"{name}()" for name in METHODS if name != "mdgf"] + ["mdgf(1,8,linear(1,0,9))", "s_ste(2,4,fp8=True)", "fst(dense_from=9)", "s_ste(); dx_g=rescale(mse(1,8),over='group')"]
 )  # fmt: skip
 def test_rules_are_values_and_survive_their_text(text):
     recipe = nm.Recipe(((".*", text),))
@@ -69,7 +69,7 @@ def test_equality_hash_and_text():
     assert all(v == recipe and hash(v) == hash(recipe) for v in same)
     assert all(v != recipe for v in others)
     assert len({recipe, *same, *others}) == 4
-    assert repr(recipe) == "Recipe((('a/.*',fwd_rhs=ste(mse(2,4))),('.*',dense)))"
+    assert repr(recipe) == "Recipe((('a/.*',y_w=ste(mse(2,4))),('.*',dense)))"
     assert repr(others[2]) == repr(recipe)[:-1] + ",backend='xla')"
     with pytest.raises(FrozenInstanceError):
         recipe.rules = ()
@@ -95,7 +95,7 @@ def test_a_config_names_its_sparsities(table, rules):
     given = rules([
         rules([r".*/attention/.*", "attention"]),
         rules([r".*/mlp/up", "mlp"]),
-        rules([r".*/mlp/.*", "ste(1,4); drhs_g=mvue(1,4)"]),  # no name, but a text
+        rules([r".*/mlp/.*", "ste(1,4); dw_g=mvue(1,4)"]),  # no name, but a text
         rules([r".*", "dense"]),  # the table's own, and not the method
     ])  # fmt: skip
     recipe = nm.Recipe.named(given, texts, backend="xla")
@@ -103,7 +103,7 @@ def test_a_config_names_its_sparsities(table, rules):
         (
             (r".*/attention/.*", MVUE),
             (r".*/mlp/up", STE),
-            (r".*/mlp/.*", nm.parse("ste(1,4); drhs_g=mvue(1,4)")),
+            (r".*/mlp/.*", nm.parse("ste(1,4); dw_g=mvue(1,4)")),
             (r".*", nm.methods.s_ste(2, 4)),
         ),
         backend="xla",
@@ -195,7 +195,7 @@ def test_a_model_is_refused_before_anything_is_changed():
         (lambda: nm.Recipe((("up", "stee(2,4)"),)), ValueError, r"^rule 'up': 'stee\(2,4\)': no method is called 'stee'; did you mean '(sr_)?s?_?ste'\?"),
         (lambda: nm.Recipe((("up", "mse(2,4)"),)), ValueError, "^rule 'up': .* mse is a pruner, which stands in a slot"),
         (lambda: nm.Recipe((("up", "ste(4,2)"),)), ValueError, r"^rule 'up': .* n must lie between 1 and m"),
-        (lambda: nm.Recipe((("up", nm.mse(2, 4)),)), TypeError, r"^rule 'up' takes a Sparsity or its text, as 's_ste\(2,4\)', got mse\(2,4\)\. A pruner stands in a slot: nm.Sparsity\(fwd_rhs=mse\(2,4\)\)\.$"),
+        (lambda: nm.Recipe((("up", nm.mse(2, 4)),)), TypeError, r"^rule 'up' takes a Sparsity or its text, as 's_ste\(2,4\)', got mse\(2,4\)\. A pruner stands in a slot: nm.Sparsity\(y_w=mse\(2,4\)\)\.$"),
         (lambda: nm.Recipe((("up", None),)), TypeError, "^rule 'up' takes a Sparsity or its text, .* got None"),
         (lambda: nm.Recipe(("up", "dense")), TypeError, r"^Recipe takes rules \(\(pattern, sparsity\), \.\.\.\), as \(\(r'\.\*', 's_ste\(2,4\)'\),\), got \('up', 'dense'\)\.$"),
         (lambda: nm.Recipe((("up", "dense", 3),)), TypeError, "^Recipe takes rules"),

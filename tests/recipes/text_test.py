@@ -66,12 +66,12 @@ forward = pruners.map(nm.ste) | st.builds(nm.sr_ste, selectors, real)
 backward = pruners.filter(lambda p: not p.facts.needs_state)
 sparsities = st.builds(
     nm.Sparsity,
-    fwd_lhs=forward.filter(lambda p: not p.facts.needs_state),
-    fwd_rhs=forward,
-    dlhs_g=backward,
-    dlhs_rhs=pruners | pruners.map(nm.raw),
-    drhs_g=backward,
-    drhs_lhs=backward | backward.map(nm.raw),
+    y_x=forward.filter(lambda p: not p.facts.needs_state),
+    y_w=forward,
+    dx_g=backward,
+    dx_w=pruners | pruners.map(nm.raw),
+    dw_g=backward,
+    dw_x=backward | backward.map(nm.raw),
 )
 
 
@@ -116,16 +116,16 @@ def test_every_public_value_has_a_name():
         ("s_ste(2,4)", nm.methods.s_ste(2, 4)),
         (" s_ste ( 2 , 4 ) ", nm.methods.s_ste()),
         ("s_ste(gradient='mvue_approx', fp8=True)", nm.methods.s_ste(gradient="mvue_approx", fp8=True)),
-        ("mvue(2,4)", nm.Sparsity(drhs_g=nm.mvue(2, 4))),
-        ("drhs_g=mvue(2,4)", nm.Sparsity(drhs_g=nm.mvue(2, 4))),
-        ("fwd_rhs=sr_ste(mse(2,4),lam=2e-4); drhs_g=mvue(2,4)", nm.Sparsity(fwd_rhs=nm.sr_ste(nm.mse(2, 4)), drhs_g=nm.mvue(2, 4))),
-        ("fwd_rhs=ste(mse(2,4));\n drhs_g=mvue(2,4);\n", nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), drhs_g=nm.mvue(2, 4))),
-        ("s_ste(); drhs_g=identity", nm.Sparsity(fwd_rhs=nm.ste(nm.soft(2, 4)))),
-        ("sdgp(over='spatial')", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4), "spatial"))),
-        ("sdgp(2,4,over='auto')", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4)))),
-        ("sdgp(); drhs_g=mvue(1,2)", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4)), drhs_g=nm.mvue(1, 2))),
+        ("mvue(2,4)", nm.Sparsity(dw_g=nm.mvue(2, 4))),
+        ("dw_g=mvue(2,4)", nm.Sparsity(dw_g=nm.mvue(2, 4))),
+        ("y_w=sr_ste(mse(2,4),lam=2e-4); dw_g=mvue(2,4)", nm.Sparsity(y_w=nm.sr_ste(nm.mse(2, 4)), dw_g=nm.mvue(2, 4))),
+        ("y_w=ste(mse(2,4));\n dw_g=mvue(2,4);\n", nm.Sparsity(y_w=nm.ste(nm.mse(2, 4)), dw_g=nm.mvue(2, 4))),
+        ("s_ste(); dw_g=identity", nm.Sparsity(y_w=nm.ste(nm.soft(2, 4)))),
+        ("sdgp(over='spatial')", nm.Sparsity(dx_g=nm.rescale(nm.mse(2, 4), "spatial"))),
+        ("sdgp(2,4,over='auto')", nm.Sparsity(dx_g=nm.rescale(nm.mse(2, 4)))),
+        ("sdgp(); dw_g=mvue(1,2)", nm.Sparsity(dx_g=nm.rescale(nm.mse(2, 4)), dw_g=nm.mvue(1, 2))),
         ("mdgf(1,16,linear(1,0,700))", nm.methods.mdgf(1, 16, nm.linear(1, 0, 700))),
-        ("dlhs_rhs=raw(mse(n=2,m=4))", nm.Sparsity(dlhs_rhs=nm.raw(nm.mse(2, 4)))),
+        ("dx_w=raw(mse(n=2,m=4))", nm.Sparsity(dx_w=nm.raw(nm.mse(2, 4)))),
     ],
 )  # fmt: skip
 def test_parse(text, value):
@@ -153,39 +153,40 @@ def test_parse_pruner(text, value):
         ("mes(2,4)", "no method is called 'mes'; did you mean 'mse'"),
         ("s_ste(mse(2,4))", r"the method s_ste takes no pruner. Write numbers, as in s_ste\(2,4\)"),
         ("stee(mse(2,4))", r"no method is called 'stee'; did you mean 'ste'\?"),
-        ("ste(mse(2,4))", r"is a pruner, which stands in a slot: 'fwd_rhs=ste\(mse\(2,4\)\)'"),
+        ("ste(mse(2,4))", r"is a pruner, which stands in a slot: 'y_w=ste\(mse\(2,4\)\)'"),
         ("2", "is 2: neither a method"),
-        ("drhs_g=mse(2,inf)", "m must be a whole number, got inf"),
-        ("drhs_g=uniform(2,4,rescale='no')", "rescale must be True or False, got 'no'"),
-        ("mse(2,4)", r"mse is a pruner, which stands in a slot: 'drhs_g=...'"),
-        ("drhs=mvue(2,4)", "no slot is called 'drhs'; did you mean 'drhs_g'.*The slots are fwd_lhs"),
-        ("drhs_g=mvu(2,4)", "no pruner is called 'mvu'; did you mean 'mvue'"),
-        ("drhs_g=sdgp(2,4)", "sdgp is a method, but a slot takes a pruner"),
-        ("drhs_g=mvue(2,4); drhs_g=mse(2,4)", "fills drhs_g twice"),
-        ("drhs_g=mvue(2,4); s_ste()", "write at most one method, before the slots"),
+        ("dw_g=mse(2,inf)", "m must be a whole number, got inf"),
+        ("dw_g=uniform(2,4,rescale='no')", "rescale must be True or False, got 'no'"),
+        ("mse(2,4)", r"mse is a pruner, which stands in a slot: 'dw_g=...'"),
+        ("dw=mvue(2,4)", "no slot is called 'dw'; did you mean 'dw_g' or 'dw_x'.*The slots are y_x"),
+        ("dw_g=mvu(2,4)", "no pruner is called 'mvu'; did you mean 'mvue'"),
+        ("y_w=sr_ste(2,4)", "in a slot, sr_ste is the estimator .* 'sr_ste\\(mse\\(2,4\\)\\)'. The method sr_ste stands alone"),
+        ("dw_g=sdgp(2,4)", "sdgp is a method, but a slot takes a pruner"),
+        ("dw_g=mvue(2,4); dw_g=mse(2,4)", "fills dw_g twice"),
+        ("dw_g=mvue(2,4); s_ste()", "write at most one method, before the slots"),
         ("s_ste(); mvue()", "write at most one method, before the slots"),
         ("s_ste(2,4", "is not a method: expected a call such as"),
         ("s_ste(2,4,6,8,10)", r"s_ste\(n=2, m=4, gradient='mvue', fp8=False\), got 5 values"),
         ("s_ste(n=2,n=2)", "n is given twice|expected a call"),
         ("sr-ste(2,4)", "is not a method; did you mean 'sr_ste'"),
         ("SR-STE(2,4)", "is not a method; did you mean 'sr_ste'"),
-        ("fwd_rhs=sr-ste(mse(2,4))", "is not a pruner; did you mean 'sr_ste'"),
-        ("fwd-rhs=mse(2,4)", "the slot is written 'fwd_rhs', with an underscore"),
+        ("y_w=sr-ste(mse(2,4))", "is not a pruner; did you mean 'sr_ste'"),
+        ("y-w=mse(2,4)", "the slot is written 'y_w', with an underscore"),
         ("mdgf(2,4)", "missing a required argument: 'schedule'"),
         ("s_ste(k=2)", "unexpected keyword argument 'k'"),
-        ("drhs_g=mvue(2)", r"mvue\(n, m\), missing a required argument: 'm'"),
-        ("drhs_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*mean 2 of 4, as in \(2,4\)"),
-        ("drhs_g=mvue(2,nan)", "no pruner or schedule is called 'nan'"),
-        ("drhs_g=2", "is 2, not a pruner"),
-        ("drhs_g=linear(1,0,5)", "no pruner is called 'linear'"),
-        ("fwd_rhs=decay(mse(2,4),<callable f>)", "bare callable, which has no text"),
-        ("drhs_g=__import__('os')", "no pruner is called '__import__'"),
-        ("drhs_g=mse(2,4).final", "is not a pruner"),
-        ("drhs_g=mse(*(2,4))", "is not a pruner"),
-        ("drhs_g=mse(**{})", r"\*\* is not allowed"),
-        ("drhs_g=mse(1+1,4)", "is not a pruner or schedule"),
+        ("dw_g=mvue(2)", r"mvue\(n, m\), missing a required argument: 'm'"),
+        ("dw_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*mean 2 of 4, as in \(2,4\)"),
+        ("dw_g=mvue(2,nan)", "no pruner or schedule is called 'nan'"),
+        ("dw_g=2", "is 2, not a pruner"),
+        ("dw_g=linear(1,0,5)", "no pruner is called 'linear'"),
+        ("y_w=decay(mse(2,4),<callable f>)", "bare callable, which has no text"),
+        ("dw_g=__import__('os')", "no pruner is called '__import__'"),
+        ("dw_g=mse(2,4).final", "is not a pruner"),
+        ("dw_g=mse(*(2,4))", "is not a pruner"),
+        ("dw_g=mse(**{})", r"\*\* is not allowed"),
+        ("dw_g=mse(1+1,4)", "is not a pruner or schedule"),
         ("s_ste(gradient='exact')", "gradient is 'mvue', 'mvue_approx' or 'dense', got 'exact'"),
-        ("drhs_g=identity(2)", "identity takes no arguments"),
+        ("dw_g=identity(2)", "identity takes no arguments"),
     ],
 )  # fmt: skip
 def test_bad_text_says_what_to_write(text, message):
@@ -223,7 +224,7 @@ def test_numbers_print_as_python_writes_them():
     [
         ("s_ste(2:4)", r"2:4 is written \(2,4\)"),
         ("2:4", r"2:4 is written \(2,4\)"),
-        ("s_ste(2,4), dlhs_g=mse(2,4)", "Slots are separated by ';'"),
+        ("s_ste(2,4), dx_g=mse(2,4)", "Slots are separated by ';'"),
     ],
 )
 def test_slips_are_seen(text, hint):
@@ -281,11 +282,11 @@ def half(m=4):
 
 
 def ours(n=2, m=4):
-    return nm.Sparsity(fwd_rhs=nm.ste(above(n / m, m)))
+    return nm.Sparsity(y_w=nm.ste(above(n / m, m)))
 
 
 def careful():
-    return nm.parse("drhs_g=mvue(2,4) else dense")
+    return nm.parse("dw_g=mvue(2,4) else dense")
 
 
 def breaks():
@@ -314,17 +315,17 @@ def mylab(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        "drhs_g=mylab.parts:above(0.5,4)",
-        "drhs_g=mylab.parts:above(share=0.5,m=4)",
-        "fwd_rhs=ste(chain(mylab.parts:above(0.5,4),fp8('e4m3')))",
-        "fwd_rhs=ste(stages(((0,identity),(9,mylab.parts:above(0.5,4)))))",
-        "fwd_rhs=decay(mse(2,4),mylab.parts:fading(3))",
-        "fwd_rhs=decay(mse(2,4),mylab.parts:halving)",
-        "drhs_g=mylab.parts:half()",
-        "drhs_g=mylab.parts:half(8)",
-        "drhs_g=mylab.parts:quarter",
+        "dw_g=mylab.parts:above(0.5,4)",
+        "dw_g=mylab.parts:above(share=0.5,m=4)",
+        "y_w=ste(chain(mylab.parts:above(0.5,4),fp8('e4m3')))",
+        "y_w=ste(stages(((0,identity),(9,mylab.parts:above(0.5,4)))))",
+        "y_w=decay(mse(2,4),mylab.parts:fading(3))",
+        "y_w=decay(mse(2,4),mylab.parts:halving)",
+        "dw_g=mylab.parts:half()",
+        "dw_g=mylab.parts:half(8)",
+        "dw_g=mylab.parts:quarter",
         "mylab.parts:ours(1,4)",
-        "mylab.parts:ours(1,4); dlhs_g=mylab.parts:half(); drhs_g=mvue(2,4)",
+        "mylab.parts:ours(1,4); dx_g=mylab.parts:half(); dw_g=mvue(2,4)",
     ],
 )
 def test_names_of_other_modules_print_as_they_were_written(mylab, text):
@@ -339,7 +340,7 @@ def test_names_of_other_modules_print_as_they_were_written(mylab, text):
 
 
 def test_a_slot_that_may_be_dense_can_be_emptied(mylab):
-    found = nm.parse("mylab.parts:careful(); drhs_g=identity")
+    found = nm.parse("mylab.parts:careful(); dw_g=identity")
     assert found == nm.Sparsity()
 
 
@@ -353,10 +354,10 @@ def test_a_written_name_is_no_part_of_the_value(mylab):
     assert str(mylab.quarter) == "above(0.25,4)"
     assert str(nm.parse("mylab.parts:ours")) == "mylab.parts:ours"
     assert nm.parse("mylab.parts:ours") == mylab.ours()
-    assert nm.parse("drhs_g=mylab.parts:empty") == nm.Sparsity()
+    assert nm.parse("dw_g=mylab.parts:empty") == nm.Sparsity()
     assert str(nm.identity) == "identity"
-    assert str(dataclasses.replace(nm.parse("mylab.parts:ours()"), drhs_g=p)) == (
-        "fwd_rhs=ste(above(0.5,4)); drhs_g=mylab.parts:above(0.5,4)"
+    assert str(dataclasses.replace(nm.parse("mylab.parts:ours()"), dw_g=p)) == (
+        "y_w=ste(above(0.5,4)); dw_g=mylab.parts:above(0.5,4)"
     )
 
 
@@ -372,26 +373,26 @@ def test_fields_are_checked_though_their_types_are_texts(mylab):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("drhs_g=nolab:above(0.5,4)", "there is no module 'nolab'. Start in the folder that holds it, .*PYTHONPATH"),
-        ("drhs_g=mylab.nothing:above(0.5,4)", "there is no module 'mylab.nothing'"),
-        ("drhs_g=mylab.parts.more:above(0.5,4)", "there is no module 'mylab.parts.more'"),
-        ("drhs_g=mylab.parts:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab.parts:above\?"),
-        ("drhs_g=mylab.broken:above(0.5,4)", r"cannot be imported: RuntimeError: two lines \(.*broken.py, line 2\)"),
-        ("drhs_g=mylab.needs:above(0.5,4)", "it needs 'a_package_that_is_missing', which is missing"),
-        ("drhs_g=mylab.parts:above(0.5)", r"above\(share, m, strict=True\), missing a required argument: 'm'"),
-        ("drhs_g=mylab.parts:above(0.5,4.5)", "above: m must be a whole number, got 4.5"),
-        ("drhs_g=mylab.parts:halving", "is of type function, and is not a pruner: a frozen dataclass that derives from nm.Pruner"),
-        ("drhs_g=mylab.parts:fading(3)", "is of type fading, and is not a pruner"),
-        ("drhs_g=mylab.parts:number", "is of type int, and is not a pruner"),
-        ("drhs_g=mylab.parts:number(3)", "mylab.parts:number is of type int and cannot be called"),
-        ("drhs_g=mylab.parts:ours(2,4)", "is of type Sparsity, and is not a pruner"),
-        ("drhs_g=mylab.parts:breaks()", "breaks raised KeyError: 'no such thing'"),
-        ("fwd_rhs=decay(mse(2,4),mylab.parts:closure(3))", "a function, which is equal to itself only. Make it a frozen dataclass"),
-        ("fwd_rhs=decay(mse(2,4),mylab.parts:number)", "is of type int, and is not a pruner or a schedule"),
+        ("dw_g=nolab:above(0.5,4)", "there is no module 'nolab'. Start in the folder that holds it, .*PYTHONPATH"),
+        ("dw_g=mylab.nothing:above(0.5,4)", "there is no module 'mylab.nothing'"),
+        ("dw_g=mylab.parts.more:above(0.5,4)", "there is no module 'mylab.parts.more'"),
+        ("dw_g=mylab.parts:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab.parts:above\?"),
+        ("dw_g=mylab.broken:above(0.5,4)", r"cannot be imported: RuntimeError: two lines \(.*broken.py, line 2\)"),
+        ("dw_g=mylab.needs:above(0.5,4)", "it needs 'a_package_that_is_missing', which is missing"),
+        ("dw_g=mylab.parts:above(0.5)", r"above\(share, m, strict=True\), missing a required argument: 'm'"),
+        ("dw_g=mylab.parts:above(0.5,4.5)", "above: m must be a whole number, got 4.5"),
+        ("dw_g=mylab.parts:halving", "is of type function, and is not a pruner: a frozen dataclass that derives from nm.Pruner"),
+        ("dw_g=mylab.parts:fading(3)", "is of type fading, and is not a pruner"),
+        ("dw_g=mylab.parts:number", "is of type int, and is not a pruner"),
+        ("dw_g=mylab.parts:number(3)", "mylab.parts:number is of type int and cannot be called"),
+        ("dw_g=mylab.parts:ours(2,4)", "is of type Sparsity, and is not a pruner"),
+        ("dw_g=mylab.parts:breaks()", "breaks raised KeyError: 'no such thing'"),
+        ("y_w=decay(mse(2,4),mylab.parts:closure(3))", "a function, which is equal to itself only. Make it a frozen dataclass"),
+        ("y_w=decay(mse(2,4),mylab.parts:number)", "is of type int, and is not a pruner or a schedule"),
         ("mylab.parts:half(4)", "is of type above, and is not a method: a function that returns an nm.Sparsity"),
         ("mylab.parts:quarter", "is of type above, and is not a method"),
-        ("drhs_g=mylab.parts:above.x(0.5,4)", r"'mylab.parts:above.x\(0.5, 4\)' is not a pruner"),
-        ("drhs_g=mylab:parts:above(0.5,4)", "is not a pruner: expected a call"),
+        ("dw_g=mylab.parts:above.x(0.5,4)", r"'mylab.parts:above.x\(0.5, 4\)' is not a pruner"),
+        ("dw_g=mylab:parts:above(0.5,4)", "is not a pruner: expected a call"),
     ],
 )  # fmt: skip
 def test_wrong_names_of_other_modules_are_refused_in_one_line(mylab, text, message):
@@ -401,17 +402,15 @@ def test_wrong_names_of_other_modules_are_refused_in_one_line(mylab, text, messa
 
 
 def test_a_colon_in_a_string_is_no_name():
-    assert names.foreign_names("drhs_g=fp8('mylab:above','a;b'); x=evil:boom()") == ["evil:boom"]
+    assert names.foreign_names("dw_g=fp8('mylab:above','a;b'); x=evil:boom()") == ["evil:boom"]
     with pytest.raises(ValueError, match="fp8") as caught:
-        nm.parse("drhs_g=fp8('mylab:above')")
+        nm.parse("dw_g=fp8('mylab:above')")
     assert "no module" not in str(caught.value)
     with pytest.raises(ValueError, match="a;b"):
-        nm.parse("drhs_g=fp8('a;b')")
+        nm.parse("dw_g=fp8('a;b')")
 
 
-@pytest.mark.parametrize(
-    "text", ["drhs_g=mylab.parts:above(0.5,4)", "mylab.parts:ours()", "fwd_rhs=ste(mylab.parts:half())"]
-)
+@pytest.mark.parametrize("text", ["dw_g=mylab.parts:above(0.5,4)", "mylab.parts:ours()", "y_w=ste(mylab.parts:half())"])
 def test_a_text_that_nobody_trusts_imports_nothing(tmp_path, monkeypatch, text):
     (tmp_path / "mylab").mkdir()
     (tmp_path / "mylab" / "parts.py").write_text("raise SystemExit('it ran')\n")
@@ -425,13 +424,13 @@ LARGE = {  # texts that took minutes, or ended in a Python error
     "letters": "a" * 20_000,
     "dots": "a." * 10_000,
     "quotes": "'" * 9_999,
-    "minus": "drhs_g=mse(2," + "-" * 3000 + "4)",
-    "minus, few": "drhs_g=mse(2," + "-" * 700 + "4)",
+    "minus": "dw_g=mse(2," + "-" * 3000 + "4)",
+    "minus, few": "dw_g=mse(2," + "-" * 700 + "4)",
     "powers": "1" + "**1" * 1000,
     "sums": "1" + "+1" * 4000,
     "brackets": "(" * 5000,
-    "pruners": "fwd_rhs=" + "ste(" * 1000 + "mse(2,4)" + ")" * 1000,
-    "digits": f"drhs_g=mse(2,{'9' * 5000})",
+    "pruners": "y_w=" + "ste(" * 1000 + "mse(2,4)" + ")" * 1000,
+    "digits": f"dw_g=mse(2,{'9' * 5000})",
 }
 
 
@@ -447,8 +446,8 @@ def test_no_text_is_too_large_to_be_refused(text):
 
 def test_a_text_of_any_signs_is_refused_in_a_sentence_or_comes_back():
     rng, said = random.Random(0), []
-    good = ["s_ste(2,4); dlhs_g=mvue(2,4)", "fwd_rhs=ste(hold(mse(2,4),every=3))", "mdgf(2,4,linear(1,0,30))"]
-    good += ["drhs_g=chain(mvue(2,4),fp8('e5m2'))", "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,4)); dlhs_rhs=raw(mse(1,4))"]
+    good = ["s_ste(2,4); dx_g=mvue(2,4)", "y_w=ste(hold(mse(2,4),every=3))", "mdgf(2,4,linear(1,0,30))"]
+    good += ["dw_g=chain(mvue(2,4),fp8('e5m2'))", "y_w=decay(mse(2,4),linear(1.0,0.0,4)); dx_w=raw(mse(1,4))"]
     signs = [
         *"()[]{}=,;:.'\"\\0189eE+-*/%<@!~ \t\n\r\0\u2028éΩ١#",
         "1e999",
@@ -476,8 +475,8 @@ def test_a_text_of_any_signs_is_refused_in_a_sentence_or_comes_back():
 
 def test_else_dense_of_a_slot_keeps_that_of_the_method(monkeypatch):
     lab = types.ModuleType("lab")
-    lab.m = lambda: nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), else_dense=True)
-    lab.n = lambda: nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), else_dense=("fwd_rhs",))
+    lab.m = lambda: nm.Sparsity(y_w=nm.ste(nm.mse(2, 4)), else_dense=True)
+    lab.n = lambda: nm.Sparsity(y_w=nm.ste(nm.mse(2, 4)), else_dense=("y_w",))
     monkeypatch.setitem(sys.modules, "lab", lab)
-    assert nm.parse("lab:m(); drhs_g=mvue(2,4) else dense").else_dense is True
-    assert nm.parse("lab:n(); drhs_g=mvue(2,4) else dense").else_dense == ("fwd_rhs", "drhs_g")
+    assert nm.parse("lab:m(); dw_g=mvue(2,4) else dense").else_dense is True
+    assert nm.parse("lab:n(); dw_g=mvue(2,4) else dense").else_dense == ("y_w", "dw_g")

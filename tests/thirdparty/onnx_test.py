@@ -60,7 +60,7 @@ def test_a_model_that_is_not_hardened_is_refused(tmp_path):
     sparse = nm.nnx.sparsify(checkpoints.load(GOLDEN / "vit"), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     with pytest.raises(checkpoints.CheckpointError, match=r"it prunes at blocks/0.*Export nm.nnx.harden"):
         checkpoints.write_onnx(tmp_path / "m.onnx", sparse, jnp.ones((1, *sparse.shape)))
-    lhs = nm.nnx.sparsify(checkpoints.load(GOLDEN / "vit"), nm.Recipe({"blocks/.*": "fwd_lhs=mse(2,4)", ".*": "dense"}))
+    lhs = nm.nnx.sparsify(checkpoints.load(GOLDEN / "vit"), nm.Recipe({"blocks/.*": "y_x=mse(2,4)", ".*": "dense"}))
     with pytest.raises(checkpoints.CheckpointError, match="this layer prunes its input"):
         checkpoints.write_onnx(tmp_path / "m.onnx", lhs, jnp.ones((1, *lhs.shape)))
     with pytest.raises(checkpoints.CheckpointError, match="jax2onnx cannot convert the model"):

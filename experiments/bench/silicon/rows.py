@@ -176,7 +176,7 @@ def searches() -> dict[str, Shape]:
     found = {}
     for layer, sizes in LAYERS.items():
         shapes = tune.layer(*sizes)
-        for name in ("fwd", "dw", "dx, w packed"):
+        for name in ("y", "dw", "dx, w packed"):
             found[f"{layer}: {name}"] = shapes[name]
             if sizes[1] >= 4096:
                 found[f"{layer}: {name} in FP8"] = shapes[f"{name} in FP8"]
@@ -287,10 +287,9 @@ def _packing_activated(device: Target) -> str:
 METHODS = {  # of feed-forward blocks: the text of each, and its backend
     "s_ste()": ("s_ste()", "auto"),
     "s_ste(), by XLA": ("s_ste()", "xla"),
-    "transposable and mvue": ("fwd_rhs=ste(transposable(2,4)); drhs_g=mvue(2,4)", "auto"),
+    "transposable and mvue": ("y_w=ste(transposable(2,4)); dw_g=mvue(2,4)", "auto"),
     "dense FP8": (
-        "fwd_lhs=fp8('e4m3'); fwd_rhs=ste(fp8('e4m3')); dlhs_g=fp8('e5m2'); dlhs_rhs=fp8('e4m3'); "
-        "drhs_g=fp8('e5m2'); drhs_lhs=fp8('e4m3')",
+        "y_x=fp8('e4m3'); y_w=ste(fp8('e4m3')); dx_g=fp8('e5m2'); dx_w=fp8('e4m3'); dw_g=fp8('e5m2'); dw_x=fp8('e4m3')",
         "auto",
     ),
     "s_ste(fp8=True)": ("s_ste(fp8=True)", "auto"),

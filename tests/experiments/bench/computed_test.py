@@ -57,7 +57,7 @@ def test_a_kernel_is_lowered_once_for_all_layers_of_a_shape():
 
         def loss(ws, x):
             for i, w in enumerate(ws):
-                ctx = nm.Ctx(nm.random.words(i), 3, {"fwd_rhs": jnp.float32(1.5)})
+                ctx = nm.Ctx(nm.random.words(i), 3, {"y_w": jnp.float32(1.5)})
                 x = nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx)
             return x.astype(jnp.float32).sum()
 
@@ -98,9 +98,9 @@ def test_all_rows():
 @pytest.mark.parametrize(
     ("text", "step", "packed"),
     [
-        ("mdgf(2,4,linear(1,0,100)); drhs_g=mvue(2,4)", 100, {"fwd", "drhs"}),  # it has faded
-        ("s_ste(2,4)", None, {"fwd", "drhs"}),
-        ("fst(2,4)", None, {"fwd", "dlhs", "drhs"}),
+        ("mdgf(2,4,linear(1,0,100)); dw_g=mvue(2,4)", 100, {"y", "dw"}),  # it has faded
+        ("s_ste(2,4)", None, {"y", "dw"}),
+        ("fst(2,4)", None, {"y", "dx", "dw"}),
     ],
 )
 def test_a_vit_of_base_size_runs_packed(text, step, packed):

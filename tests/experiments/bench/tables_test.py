@@ -127,7 +127,7 @@ def test_every_way_to_prune_keeps_what_pruners_keep():
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "tokens"), [("GPT", 256), ("ViT", 256), ("ResNet", 2048)])
 def test_all_methods_have_rows(model, tokens):
-    methods = ("drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=rows(mvue(1,4))", "s_ste(2,4)")
+    methods = ("dw_g=rows(mvue(1,4),by='both')", "dw_x=rows(mvue(1,4))", "s_ste(2,4)")
     assert set(methods) < set(savings.METHODS)
     table = savings.table(model, 64, tokens, methods, 2)
     found = {name.strip("`"): cells for name, cells in rows(table).items()}
@@ -137,8 +137,8 @@ def test_all_methods_have_rows(model, tokens):
     if model != "ResNet":  # its temporary memory is what one convolution takes, not what is kept
         memory = {name: float(cells[1]) for name, cells in found.items() if name}
         assert memory["dense, remat"] < memory["dense, lean"] < 0.7
-        assert memory["drhs_lhs=rows(mvue(1,4)), remat"] < memory["drhs_lhs=rows(mvue(1,4)), lean"] < 0.7
-    left = "Layers that a method does not fit are dense: `drhs_g=rows(mvue(1,4),by='both')` in 3." in table.note
+        assert memory["dw_x=rows(mvue(1,4)), remat"] < memory["dw_x=rows(mvue(1,4)), lean"] < 0.7
+    left = "Layers that a method does not fit are dense: `dw_g=rows(mvue(1,4),by='both')` in 3." in table.note
     assert left == (model == "ResNet")
 
 
@@ -171,7 +171,7 @@ def test_slots_of_methods_that_are_written_in_the_rules(monkeypatch):
     monkeypatch.setattr(train, "Program", recorded)
     train.measured("", "", 1)
     assert texts[1] == {"dense"}
-    assert {"dense", "drhs_g=mvue(2,4)"} in texts
+    assert {"dense", "dw_g=mvue(2,4)"} in texts
     config.rules = ((".*", "dense"),)
     assert list(train.measured("", "", 1)[1]) == [" `dense`", " `all`"]
 
@@ -190,7 +190,7 @@ def test_the_tables_as_they_are_printed():
         images, milliseconds = float(rate.removesuffix(" images").replace(",", "")), float(time.removesuffix(" ms"))
         assert images * milliseconds / 1e3 == pytest.approx(16, rel=0.02)  # a step is 16 images
         assert float(memory) >= 0.99
-    wanted = ["dense", "fwd_rhs=.*", "fwd_rhs, a copy", r"drhs_g=mvue\(2,4\)", "drhs_g, a copy", "all"]
+    wanted = ["dense", "y_w=.*", "y_w, a copy", r"dw_g=mvue\(2,4\)", "dw_g, a copy", "all"]
     slots = {name: cells for name, cells in found.items() if "`" in name}
     for name, text in zip(slots, wanted, strict=True):
         assert re.fullmatch(f"{VIT} `{text}`", name)

@@ -39,10 +39,10 @@ def fake(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "products"),
     [
-        ("s_ste()", {"fwd": "fwd", "drhs": "dw"}),
-        ("fwd_rhs=ste(transposable(2,4))", {"fwd": "fwd", "dlhs": "dx, w packed"}),
-        ("sdgp(rescale=False)", {"dlhs": "dx, g packed"}),
-        ("s_ste(fp8=True)", {"fwd": "fwd in FP8", "drhs": "dw in FP8"}),
+        ("s_ste()", {"y": "y", "dw": "dw"}),
+        ("y_w=ste(transposable(2,4))", {"y": "y", "dx": "dx, w packed"}),
+        ("sdgp(rescale=False)", {"dx": "dx, g packed"}),
+        ("s_ste(fp8=True)", {"y": "y in FP8", "dw": "dw in FP8"}),
     ],
 )
 def test_layers_are_those_of_training(text, products):

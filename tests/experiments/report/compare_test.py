@@ -271,12 +271,12 @@ def test_what_runs_and_steps_take(tmp_path):
 
 def test_figures_tell_methods_apart(tmp_path):
     """Long names that differ in the middle have labels that differ, and the table has the colours of the figures."""
-    methods = [f"mdgf(2,4,linear(1,0,{share}%)); drhs_g=mvue(2,4)" for share in (30, 50, 70)] + ["dense"]
+    methods = [f"mdgf(2,4,linear(1,0,{share}%)); dw_g=mvue(2,4)" for share in (30, 50, 70)] + ["dense"]
     for number, method in enumerate(methods):
         run(tmp_path / str(number), method, 0, 0.8 + 0.02 * number)
     page = compare_page.render(compared(tmp_path))
     labels = re.findall(">([^<>]*)</text>", page)
-    for label in ("…30%)); drhs_g=mv…", "…50%)); drhs_g=mv…", "…70%)); drhs_g=mv…", "dense"):
+    for label in ("…30%)); dw_g=mv…", "…50%)); dw_g=mv…", "…70%)); dw_g=mv…", "dense"):
         assert labels.count(label) == 2  # in the curves, and against effective FLOPs
     assert all(f'style="background:var(--s{n})"' in page for n in range(4))
 

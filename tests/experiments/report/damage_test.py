@@ -133,7 +133,7 @@ def test_a_field_of_another_type_is_named(tmp_path, capsys, field, value, kind):
         (
             "profile/breakdown.json",
             {"seconds": 1.0, "first": 3, "steps": 2, "devices": 1, "parts": {"input": 1.0}}
-            | {"slots": {"fwd_rhs": 0.5}, "layers": {"up": {"forward": 0.5}}},
+            | {"slots": {"y_w": 0.5}, "layers": {"up": {"forward": 0.5}}},
         ),
     ],
 )

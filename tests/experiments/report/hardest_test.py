@@ -124,7 +124,7 @@ def test_a_page_reloads_about_as_often_as_it_is_written(tmp_path, every, seconds
 
 def test_the_plan_is_a_page_and_a_part_of_the_report(tmp_path):
     run = write_run(tmp_path / "run")
-    plan = "<table><tr><td>fwd_rhs=ste(mse(2,4))</td></tr></table>"
+    plan = "<table><tr><td>y_w=ste(mse(2,4))</td></tr></table>"
     (run / "plan.html").write_text(report.plan_page(f"a {HOSTILE}", plan))
     page = (run / "plan.html").read_text()
     assert page.count(plan) == 1

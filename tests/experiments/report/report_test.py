@@ -76,7 +76,7 @@ def image_run(folder, classes=("cat", "dog", "ship"), mask_name="mlp/0/up/kernel
         predictions=np.array([0, 1, 0]),
         confidence=np.array([0.9, 0.5, 0.75], np.float32),
     )
-    (folder / "plan.html").write_text("<table><tr><td style='white-space:pre'>fwd_rhs=ste(soft(2,4))</td></tr></table>")
+    (folder / "plan.html").write_text("<table><tr><td style='white-space:pre'>y_w=ste(soft(2,4))</td></tr></table>")
     return folder
 
 
@@ -129,7 +129,7 @@ def test_a_run_of_images_is_shown_whole(tmp_path):
     ]
     known = """vit_24 | ✓ finished | 93.1 % | CIFAR-10 is a lossy JPEG copy here. | 1,024 = 4 x 256 | 1 h 54 min
         | Last, at step 2,000: train 0.142, eval 0.142, hardened 0.242. | Best, ringed: hardened | at step 1,800
-        | 0.5 in all 2 layers | fwd_rhs=ste(soft(2,4)) | 2:4 along axis 1 | a corner of 32 × 96 values
+        | 0.5 in all 2 layers | y_w=ste(soft(2,4)) | 2:4 along axis 1 | a corner of 32 × 96 values
         | 2 of these 3 test images are classified correctly | ✕ cat | is ship | ebb196d, with uncommitted changes
         | sparsity.mlp | s_ste(2,4) | 3.11.2"""
     for said in map(str.strip, known.split("|")):

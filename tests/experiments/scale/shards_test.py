@@ -20,9 +20,7 @@ from tests.experiments.runs import as_people_run_it as as_people_run_it, program
 pytestmark = pytest.mark.sampled
 
 MESHES = {"fsdp": (4, 1), "tensor": (1, 2), "both": (2, 2)}
-METHOD = (
-    "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=2)); drhs_g=mvue_approx(2,4)"  # holds masks, and draws
-)
+METHOD = "--config.sparsity.blocks=y_w=ste(hold(mse(2,4),every=2)); dw_g=mvue_approx(2,4)"  # holds masks, and draws
 
 
 def made(fsdp, tensor, *changes, config_file="configs/vit_24.py:smoke"):
@@ -112,7 +110,7 @@ def test_meshes_that_cannot_be(mesh):
 
 def test_groups_on_two_devices_are_refused_with_what_to_write():
     """The layer out of the attention has 64 in-features: 2 x 32 are whole groups of 32, and 4 x 16 are not."""
-    text = "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))"
+    text = "--config.sparsity.blocks=y_w=ste(mse(16,32))"
     program("configs/vit_24.py:smoke", "--config.mesh.tensor=2", text)
     with pytest.raises(
         Mistake, match=r"config.mesh.tensor=4: blocks/0/\S+, a kernel of .*Write --config.mesh.tensor=2\."
@@ -121,7 +119,7 @@ def test_groups_on_two_devices_are_refused_with_what_to_write():
 
 
 def test_fsdp_cuts_where_groups_stay_whole():
-    m = program("configs/vit_24.py:smoke", "--config.mesh.fsdp=4", "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))")
+    m = program("configs/vit_24.py:smoke", "--config.mesh.fsdp=4", "--config.sparsity.blocks=y_w=ste(mse(16,32))")
     up = m.shapes.params["blocks"][0]["mlp"]["up"]["kernel"]
     assert up.sharding.spec == PartitionSpec(None, "fsdp")
     found = parts_of(m.init(jnp.uint32(0)).params)
@@ -172,7 +170,7 @@ class Outer(nnx.Module):
 )
 def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
     """Also if a part of a path is the path of another layer, in a model that is a layer, and in its average."""
-    recipe, x = nm.Recipe({".*": "fwd_rhs=ste(hold(mse(2,4)))"}), jnp.ones((8, 64))
+    recipe, x = nm.Recipe({".*": "y_w=ste(hold(mse(2,4)))"}), jnp.ones((8, 64))
     model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(rngs=nnx.Rngs(0)), recipe, x))
     _, params, rest = nnx.split(model, nnx.Param, ...)
     state = {"rest": nnx.as_pure(rest), "ema": (nnx.as_pure(params), nnx.as_pure(rest))}
@@ -182,6 +180,6 @@ def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
     for name in masks:
         kernel = re.sub(r"nm_site$", "kernel", name).replace("nm_site_", "")
         for where in ("rest", "ema/1"):
-            spec = specs[f"{where}/{name}/state/fwd_rhs"]
+            spec = specs[f"{where}/{name}/state/y_w"]
             assert spec == specs[f"ema/0/{kernel}"], name
             assert list(spec).count("fsdp") == 1

@@ -117,7 +117,7 @@ def test_it_begins_with_the_checkpoint_and_a_new_head_of_the_seed():
 def test_a_held_mask_is_that_of_the_pruned_checkpoint(tmp_path):
     pruned = nm.nnx.harden(nm.nnx.sparsify(checkpoints.load(BERT), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})))
     checkpoints.save(tmp_path, pruned, like=BERT)
-    made = program(CONFIG_FILE, f"--config.weights={tmp_path}", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))")
+    made = program(CONFIG_FILE, f"--config.weights={tmp_path}", "--config.sparsity.blocks=y_w=ste(hold(mse(2,4)))")
     state, _ = steps(made, 3)
     hard = nnx.merge(made.hardened_graph, made.harden(state))
     assert_held(checkpoints.parameters(tmp_path), pretrained.variables(hard))
@@ -140,7 +140,7 @@ def test_a_held_mask_is_in_the_file_whatever_else_a_run_does(tmp_path):
     batches = [(jnp.asarray(np.random.default_rng(i).integers(4, 30, (16, 12))),) for i in range(4)]
     pruned = nm.nnx.prune(dense, nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}), batches)
     checkpoints.save(tmp_path / "pruned", pruned.model, like=BERT)
-    words = [f"--config.weights={tmp_path}/pruned", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))"]
+    words = [f"--config.weights={tmp_path}/pruned", "--config.sparsity.blocks=y_w=ste(hold(mse(2,4)))"]
     words += ["--config.masked_decay=0.01", "--config.rates=(('blocks/.*',0.5),('tokens/.*',0.0))", "--config.ema=0.5"]
     made = program(CONFIG_FILE, *words, "--config.accumulate=4", "--config.model.scan=True")
     state, _ = steps(made, 3)
@@ -311,7 +311,7 @@ def test_distance_skips_padding_and_compares_equal_depths():
         ("weights=nowhere", "config.weights='nowhere' is not a folder with a config.json"),
         ("data.length=2", "config.data.length=2 leaves no place for a text beside 2 special tokens"),
         ("model.dropout=2.0", "config.model.dropout=2.0 is not a rate from 0 to less than 1"),
-        ("sparsity.blocks=fwd_rhs=ste(wanda(2,4))", "chooses by the norms of inputs, which a run does not measure"),
+        ("sparsity.blocks=y_w=ste(wanda(2,4))", "chooses by the norms of inputs, which a run does not measure"),
         ("objective=translate", "config.objective='translate' is not known"),
         ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json: there is no such file"),
         ("model.name=other", "config.model.name='other': write module:name"),

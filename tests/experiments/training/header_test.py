@@ -23,7 +23,7 @@ def planned(*texts: str) -> Plan:
     layers = []
     for number, text in enumerate(texts):
         sparsity = parse(text)
-        pruners = {name: getattr(sparsity, name) for name in ("fwd_lhs", "fwd_rhs", "dlhs_g", "drhs_g")}
+        pruners = {name: getattr(sparsity, name) for name in ("y_x", "y_w", "dx_g", "dw_g")}
         slots = tuple(SlotPlan(name, p) for name, p in pruners.items() if p != identity)
         layers.append(LayerPlan(f"layer{number}", "Linear", (8, 8), sparsity, slots, None, (1, 1, 1), ""))
     return Plan(tuple(layers), 0, (), 0)
@@ -34,7 +34,7 @@ def test_a_plan_in_a_line():
     assert header.in_short(planned("dense", "dense")) == "2 layers, all dense"
     assert header.in_short(planned("ste(2,4)", "s_ste(2,4)", "dense")) == f"2 of 3 layers 2:4{shown}"
     assert header.in_short(planned("mdgf(1,8,linear(1,0,9))")) == f"1 of 1 layers 1:8{shown}"
-    mixed = planned("ste(2,4); drhs_g=mvue(1,2)", "drhs_g=mvue(2,4)", "ste(2,4)", "dense")
+    mixed = planned("ste(2,4); dw_g=mvue(1,2)", "dw_g=mvue(2,4)", "ste(2,4)", "dense")
     assert header.in_short(mixed) == f"2 of 4 layers 2:4, 1 of 4 layers 2:4 and 1:2{shown}"
 
 
@@ -88,7 +88,7 @@ def test_a_plan_does_without_the_data_and_a_run_does_not(words, data, tmp_path, 
     said = capsys.readouterr().out
     assert data in said
     assert "the data are missing; a plan does not need them" in said
-    assert "fwd_rhs=" in said
+    assert "y_w=" in said
     assert "--mode=plan shows them" not in said
     with pytest.raises(Missing, match="found no|which does not exist"):
         command.main(["launch.py", f"--config={config_file}", *changes, f"--workdir={tmp_path / 'run'}"], "")
@@ -116,15 +116,15 @@ def test_a_plan_needs_sizes(tmp_path):
 def test_the_time_that_is_expected_of_chosen_rows():
     layer, x = nnx.Linear(384, 1536, use_bias=False, rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct((2048, 384), jnp.float32)
     plan = lambda text: nm.nnx.plan(layer, nm.Recipe(((".*", text),)), x)
-    rows = plan("drhs_g=rows(mvue(1,4))")
-    share = dict(rows.layers[0].runs)["drhs"].share
+    rows = plan("dw_g=rows(mvue(1,4))")
+    share = dict(rows.layers[0].runs)["dw"].share
     said = f"; {(2 + share) / 3:.2f} of the dense time is expected of the products on this device"
     assert header.expected_time(rows) == said
-    assert header.expected_time(plan("drhs_g=mvue(1,4)")) == ""
+    assert header.expected_time(plan("dw_g=mvue(1,4)")) == ""
 
 
 def test_the_memory_of_packed_inputs():
-    made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=drhs_lhs=mvue(2,4)")
+    made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=dw_x=mvue(2,4)")
     tokens, inputs = 16 * (8 // 2) ** 2, 5 * 64 + 256  # query, key, value, out and up read 64 features, down 256
     before = 4 * tokens * inputs / 2**20
     said = dict(header.rows(made))["memory"]

@@ -12,9 +12,7 @@ from experiments.training.program import Program
 from nmjax.products import compaction, routes
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program
 
-METHOD = (
-    "fwd_rhs=ste(stages(((0,identity),(2,mse(2,4))))); drhs_g=stages(((0,identity),(3,rows(mvue(1,4))),(5,mvue(2,4))))"
-)
+METHOD = "y_w=ste(stages(((0,identity),(2,mse(2,4))))); dw_g=stages(((0,identity),(3,rows(mvue(1,4))),(5,mvue(2,4))))"
 ROWS = (f"--config.sparsity.blocks={METHOD}", "--config.steps=7")
 CONFIG_FILE = "configs/vit_sste.py:smoke"
 

@@ -54,7 +54,7 @@ def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     with gzip.open(path) as file:  # Chrome's format, which Perfetto reads
         scopes = {(event.get("cat"), event["name"]) for event in json.load(file)["traceEvents"]}
     for layer in LAYERS:
-        assert any(part == "pruning" and name.startswith(f"{layer} drhs_g ") for part, name in scopes)
+        assert any(part == "pruning" and name.startswith(f"{layer} dw_g ") for part, name in scopes)
         assert any(part == "backward" and name.startswith(f"{layer} ") for part, name in scopes)
     folder = next((traced / "profile").glob("plugins/profile/*"))  # TensorBoard reads it
     assert list(folder.glob("*.xplane.pb"))
@@ -71,7 +71,7 @@ def test_the_breakdown_covers_the_whole_step(runs):
     assert list(found["parts"]) == list(breakdown.PARTS)
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert all(found["parts"][part] > 0 for part in ("input", "forward", "backward", "pruning", "update"))
-    assert set(found["slots"]) == {"fwd_rhs", "drhs_g"}
+    assert set(found["slots"]) == {"y_w", "dw_g"}
     assert sum(found["slots"].values()) == pytest.approx(found["parts"]["pruning"])
     assert sorted(found["layers"]) == LAYERS
     for part in ("forward", "backward", "pruning"):
@@ -208,9 +208,9 @@ def test_the_time_of_random_operations_adds_up():
         ("jit(_train)/while/body/closed_call/jvp(blocks/0/up)/dot_general", "forward", []),
         ("jit(_train)/transpose(jvp(while))/body/transpose()/dot_general", "backward", []),
         ("jit(_train)/vmap(transpose(jvp(up)))/dot_general", "backward", []),
-        ("jit(_train)/jvp(up)/fwd_rhs/select_n", "pruning", ["fwd_rhs"]),
-        ("jit(_train)/transpose(jvp(up))/dlhs_g+drhs_g/pallas_call", "pruning", ["dlhs_g", "drhs_g"]),
-        ("jit(_train)/up/jit(_states)/fwd_rhs/sort", "pruning", ["fwd_rhs"]),
+        ("jit(_train)/jvp(up)/y_w/select_n", "pruning", ["y_w"]),
+        ("jit(_train)/transpose(jvp(up))/dx_g+dw_g/pallas_call", "pruning", ["dx_g", "dw_g"]),
+        ("jit(_train)/up/jit(_states)/y_w/sort", "pruning", ["y_w"]),
         ("jit(_train)/update/mul", "update", []),
         ("jit(_train)/updates/mul", "other", []),
         ("state.params['up']", "other", []),
@@ -224,7 +224,7 @@ def test_the_part_of_an_operation(op_name, part, slots):
 
 def test_a_layer_is_found_by_its_whole_path():
     paths = ["blocks/1/up", "blocks/10/up", "up"]
-    assert breakdown.layer_of("jit(f)/transpose(jvp(blocks/10/up))/drhs_g/mul", paths) == "blocks/10/up"
+    assert breakdown.layer_of("jit(f)/transpose(jvp(blocks/10/up))/dw_g/mul", paths) == "blocks/10/up"
     assert breakdown.layer_of("jit(f)/jvp(blocks/1/upper)/dot_general", paths) is None
 
 
@@ -268,7 +268,7 @@ def test_a_timeline_has_no_two_operations_in_one_row_at_once():
     program = {
         "dot.1": Instruction("dot", "jit(_train)/jvp(up)/dot_general"),
         "dot.2": Instruction("dot", "jit(_train)/jvp()/dot_general"),
-        "max.1": Instruction("max", "jit(_train)/transpose(jvp(up))/drhs_g/max"),
+        "max.1": Instruction("max", "jit(_train)/transpose(jvp(up))/dw_g/max"),
     }
     ops = [Op("dot.1", 0, 4000), Op("dot.2", 2000, 5000), Op("max.1", 3000, 4000), Op("dot.1", 4000, 6000)]
     events = breakdown.timeline([*ops, Op("x", 9000, 9500, False)], [Span("input", 0, 100)], program, ["up"])
@@ -278,7 +278,7 @@ def test_a_timeline_has_no_two_operations_in_one_row_at_once():
         ("host", 1, "input", 0.0, 0.1),
         ("forward", 1, "up dot_general", 0.0, 4.0),
         ("forward", 2, "dot_general", 2.0, 3.0),
-        ("pruning", 1, "up drhs_g max", 3.0, 1.0),
+        ("pruning", 1, "up dw_g max", 3.0, 1.0),
         ("forward", 1, "up dot_general", 4.0, 2.0),
         ("other", 1, "x", 9.0, 0.5),
     ]

@@ -440,7 +440,7 @@ def test_a_run_of_another_method_makes_its_scales_again(tmp_path, capsys):
     words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.ema=0.9"]
     words += ["--config.measure=0"]
     for name, method in {"a": "s_ste(2,4)", "b": "s_ste(1,4)", "c": "s_ste(2,4)"}.items():
-        words += [f"--config.sparsity.blocks={method}; drhs_g=mvue(2,4)"]
+        words += [f"--config.sparsity.blocks={method}; dw_g=mvue(2,4)"]
         start = [f"--from={tmp_path / 'a'}", "--config.steps=6", "--config.seed=1"] if name != "a" else []
         asked = command.read([*words, *start, f"--workdir={tmp_path / name}"])
         if name == "a":

@@ -120,7 +120,7 @@ def test_averaged_weights_follow_and_are_those_evaluated():
 
 def test_the_scales_of_sparse_layers_are_not_averaged():
     """A stage makes a new one. The averaged model has it at once, as the model in training does."""
-    stages = "fwd_rhs=ste(stages(((0,identity),(2,soft(2,4)))))"
+    stages = "y_w=ste(stages(((0,identity),(2,soft(2,4)))))"
     changes = ("--config.model.depth=1", "--config.ema=0.9", f"--config.sparsity.blocks={stages}")
     made = program("configs/vit_24.py:smoke", *changes)
     before, (state, _) = steps(made, 1)[0], steps(made, 4)
@@ -137,7 +137,7 @@ def test_the_scales_of_sparse_layers_are_not_averaged():
 @pytest.mark.slow
 def test_what_decays_is_what_this_steps_masks_drop():
     """Held masks are renewed at a step's beginning; the decay sees them as the products of that step do."""
-    changes = ["--config.sparsity.stages=fwd_rhs=ste(hold(mse(2,4),every=2))", "--config.optimizer=sgd"]
+    changes = ["--config.sparsity.stages=y_w=ste(hold(mse(2,4),every=2))", "--config.optimizer=sgd"]
     changes += [
         "--config.learning_rate.shape=constant",
         "--config.learning_rate.warmup=0",
@@ -163,7 +163,7 @@ def test_what_decays_is_what_this_steps_masks_drop():
 
 @pytest.mark.slow
 def test_a_dense_start_is_measured_as_dense():
-    text = "fwd_rhs=ste(stages(((0,identity),(1,mse(2,4)))))"
+    text = "y_w=ste(stages(((0,identity),(1,mse(2,4)))))"
     adam = "--config.optimizer=step_adam(after=50%, before=75%)"
     made = program("configs/resnet_24.py:smoke", f"--config.sparsity.stages={text}", adam)
     state, _ = steps(made, 1)
@@ -223,7 +223,7 @@ def test_scores_are_means_over_the_test_split_alone():
 
 @pytest.mark.slow
 def test_measures_by_layer():
-    made = program("configs/resnet_mvue.py:smoke", "--config.sparsity.stages=drhs_g=mvue(2,4); fwd_rhs=ste(mse(2,4))")
+    made = program("configs/resnet_mvue.py:smoke", "--config.sparsity.stages=dw_g=mvue(2,4); y_w=ste(mse(2,4))")
     state = made.init(jnp.uint32(0))
     found = made.measure(state, next(iter(made.task.feed(0, 0, made.mesh))))
     assert {float(v) for v in found["density"].values()} == {0.5}
@@ -235,7 +235,7 @@ def test_measures_by_layer():
 
 def test_weights_that_are_drawn_have_no_flips():
     """They may have no mask, as with mvue. Everything else is measured."""
-    made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=fwd_rhs=ste(mvue(2,4))")
+    made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=y_w=ste(mvue(2,4))")
     state = made.init(jnp.uint32(0))
     assert made.flips(made.masks(state), made.masks(state)) == {}
     found = made.measure(state, next(iter(made.task.feed(0, 0, made.mesh))))
