@@ -766,15 +766,18 @@ def test_a_layer_of_flax_with_a_call_of_its_own(inputs):
         np.testing.assert_array_equal(layer(X), X @ nm.prune(nm.mse(2, 4), layer.kernel[...], axis=0))
 
 
-def test_an_array_that_a_call_leaves_in_an_attribute():
+def test_what_a_call_leaves_in_attributes_stays_there():
     class Largest(nnx.Linear):
+        calls = 0
+
         def __call__(self, x):
             y = super().__call__(x)
-            self.largest = jnp.max(y)
+            self.largest, self.calls, self.seen = jnp.max(y), self.calls + 1, ("x", x.shape)
             return y
 
     layer = nm.nnx.sparsify(Largest(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
-    assert layer(X).max() == layer.largest
+    assert layer(X).max() == layer(X).max() == layer.largest
+    assert (layer.calls, layer.seen) == (2, ("x", X.shape))
 
 
 def test_a_layer_of_flax_whose_call_takes_more():
