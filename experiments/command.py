@@ -42,7 +42,7 @@ def main(argv: list[str], head: str) -> None:
         carry_out(asked, shlex.join(["python", *argv]))
 
 
-def carry_out(asked: "Asked", words: str) -> None:
+def carry_out(asked: "Args", words: str) -> None:
     """Do what a command line asks for.
 
     Args:
@@ -85,7 +85,7 @@ def carry_out(asked: "Asked", words: str) -> None:
         modes.carry_out(asked.mode, [run], words, origin, program, asked.sink or "", traced=traced, again=again)
 
 
-def _twin(asked: "Asked", config: ConfigDict) -> Any:
+def _twin(asked: "Args", config: ConfigDict) -> Any:
     """Return the twin of a run, or None if its config file names none."""
     if not config.twin:
         return None
@@ -96,7 +96,7 @@ def _twin(asked: "Asked", config: ConfigDict) -> Any:
     return twin.Twin(config_file, twin.of(config, config_files.load(asked.config_file), config_files.load(config_file)))
 
 
-def _check(asked: "Asked") -> None:
+def _check(asked: "Args") -> None:
     """Refuse flags that do not go together."""
     mode, seeds = asked.mode, asked.seeds_at_once
     if mode == "eval" and not asked.workdir:
@@ -131,7 +131,7 @@ def _check(asked: "Asked") -> None:
     members.check_seed(asked.config)
 
 
-def _check_results(asked: "Asked") -> None:
+def _check_results(asked: "Args") -> None:
     """Refuse a file of results that no run would write, or that cannot be written."""
     path, flag = Path(asked.results), f"--results={asked.results}"
     if not asked.sweeping or asked.planned:
@@ -160,7 +160,7 @@ def _cache_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
+def _sweep(asked: "Args", workdir: Path, words: str) -> None:
     from experiments.training import modes
 
     def side_by_side(group: list[members.Member], program: modes.Program) -> Any:
@@ -180,7 +180,7 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
     sweep.run(runs, workdir, asked.sweep_index, asked.seeds_at_once, make, side_by_side, results, asked.labels)
 
 
-class Asked:
+class Args:
     """A command line, read. Each flag of `usage.FLAGS` is an attribute.
 
     Attributes:
@@ -239,7 +239,7 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmjax" / "compiled"
 
 
-def read(argv: list[str]) -> Asked:
+def read(argv: list[str]) -> Args:
     """Read a command line.
 
     Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a
@@ -280,7 +280,7 @@ def read(argv: list[str]) -> Asked:
                 f"--config.sparsity.{name}: no rule uses {name!r}. Also write "
                 f"--config.rules=\"((PATTERN,'{name}'),...)\"{hint}"
             )
-    return Asked(config, config_file, values)
+    return Args(config, config_file, values)
 
 
 def _split(argv: list[str]) -> tuple[list[str], str | None]:

@@ -237,7 +237,7 @@ class Program:
             rest = nnx.as_pure(nnx.split(nm.nnx.reset_state(model), nnx.Param, ...)[2])
             kinds = nnx.split(self.model, nnx.Param, ...)[2]
             is_variable = lambda v: isinstance(v, nnx.Variable)
-            own = lambda kind, old, new: new if isinstance(kind, nm.nnx.NM) else old
+            own = lambda kind, old, new: new if isinstance(kind, nm.nnx.SparsityVariable) else old
             copied = lambda old: jax.tree.map(own, kinds, old, rest, is_leaf=is_variable)
             return state._replace(rest=rest, ema=(state.ema[0], copied(state.ema[1])) if state.ema else state.ema)
 

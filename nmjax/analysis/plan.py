@@ -21,7 +21,7 @@ from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
 from nmjax.analysis.runs import Phases, Runs
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
-from nmjax.products.fit import of_sparse_layer
+from nmjax.products.fit import assuming_features_fit
 from nmjax.products.operations import Conv, result_shape
 from nmjax.products.pruning import Operand, space_left
 from nmjax.products.slot import SLOTS, WEIGHT
@@ -173,7 +173,7 @@ def layer_plan(
     sparsity, else_dense = fitting_all(sparsity, uses, tokens_known=called)
     slots = slots_of(sparsity, uses, called)
     slots = tuple(slot._replace(refused=slot.refused or refused_slots.get(slot.name)) for slot in slots)
-    now = sparsity if phase is None else of_sparse_layer(sparsity).at(phase)
+    now = sparsity if phase is None else assuming_features_fit(sparsity).at(phase)
     plan = LayerPlan(
         path, kind, kernel, sparsity, slots, cost, flops.effective(now), hardened(sparsity), else_dense=else_dense,
         phase=phase, reads_data=reads_data,
@@ -330,7 +330,7 @@ class Plan:
     @property
     def phases(self) -> tuple[int, ...]:
         """The steps, rising and above 0, at which a phase of some layer's method begins. See `nmjax.nnx.phase`."""
-        return tuple(sorted({step for layer in self.layers for step in of_sparse_layer(layer.sparsity).phases}))
+        return tuple(sorted({step for layer in self.layers for step in assuming_features_fit(layer.sparsity).phases}))
 
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)

@@ -31,14 +31,14 @@ from nmjax.core.value import told
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products.applying import (
-    OTHER,
+    PARTNER_SLOT,
     StaticProduct,
     check_partner,
-    few_rows,
+    gather_matching_rows,
+    gather_rows,
     kept_of_x,
     prune_slot,
     reads_partner,
-    same_rows,
 )  # fmt: skip
 from nmjax.products.compaction import Rows, without_strides
 from nmjax.products.fit import backward_values, fitting
@@ -51,7 +51,7 @@ from nmjax.products.forms import (
     product_of_forms,
     products_of,
 )
-from nmjax.products.keeping import KEPT, Entries, Like, like, unpack
+from nmjax.products.keeping import KEPT, Aval, Entries, like, unpack
 from nmjax.products.layout import CONTRACTED, OPERANDS
 from nmjax.products.operations import Conv, Dot, Operation, plain_vmap_error
 from nmjax.products.pruning import Shaped, merged_operand
@@ -87,7 +87,7 @@ class Call(NamedTuple):
     """A product that is ready to be computed: its operands are pruned, and its routes are chosen.
 
     Attributes:
-      run: The function that computes it: `_plain`, `_derived` or `ruled`.
+      run: The function that computes it: `_plain`, `_derived` or `pruned_product`.
       product: The static arguments.
       x, w: The operands as the forward product uses them.
       inputs: The other inputs.
@@ -159,7 +159,7 @@ def prepare(
         extra,
     )
     y_alone = routes is None or not (routes["dx"].uses_forms or routes["dw"].uses_forms)
-    return Call(_derived if forward_only and y_alone else ruled, product, x, w, inputs)
+    return Call(_derived if forward_only and y_alone else pruned_product, product, x, w, inputs)
 
 
 def _plain(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
@@ -199,8 +199,8 @@ def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
-    """Compute y. The gradients of x and w are those of `ruled_backward`."""
+def pruned_product(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+    """Compute y. The gradients of x and w are those of `pruned_product_backward`."""
     return _forward(product, x, w, inputs, ("y",))[0]
 
 
@@ -220,9 +220,9 @@ def _forward(
     chosen = dict(product.compacted).get("y")
     if chosen is not None:
         slot, axes = product.sparsity.slots[OPERANDS["y"][chosen]], product.operands(x, w)
-        few = few_rows(product, slot, {"y_x": inputs.lhs, "y_w": inputs.rhs}, axes, inputs.ctx)
-        other = OTHER[slot.name]
-        theirs = same_rows(stored(other), slot, other, axes, few)
+        few = gather_rows(product, slot, {"y_x": inputs.lhs, "y_w": inputs.rhs}, axes, inputs.ctx)
+        other = PARTNER_SLOT[slot.name]
+        theirs = gather_matching_rows(stored(other), slot, other, axes, few)
         return op(*((few.values, theirs) if chosen == "x" else (theirs, few.values)), *inputs.extra), forms
     if routes is None:
         return op(stored("y_x"), stored("y_w"), *inputs.extra), forms
@@ -259,19 +259,23 @@ class Residuals(NamedTuple):
       forms: The forms of x and w.
     """
 
-    x: jax.Array | Like
+    x: jax.Array | Aval
     w: jax.Array
     kept: Rows | Entries | None
     inputs: Inputs
     forms: Forms
 
 
-def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+def pruned_product_forward(
+    product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs
+) -> tuple[jax.Array, Residuals]:
     """Return y, and the residuals for the backward pass."""
     # The backward pass gets x and w themselves, so that JAX sees if they are also `inputs.lhs` and `inputs.rhs`.
-    y, forms = _forward(product, _once_derived(product, x), _once_derived(product, w), inputs, tuple(CONTRACTED))
-    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in `ruled`: without
-    # differentiation no key is needed, and any number of tokens is allowed.
+    y, forms = _forward(
+        product, _forbid_second_derivative(product, x), _forbid_second_derivative(product, w), inputs, tuple(CONTRACTED)
+    )
+    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in
+    # `pruned_product`: without differentiation no key is needed, and any number of tokens is allowed.
     axes, check = product.operands(x, w), lambda *given: merged_operand(*given).array
     for name, value in backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
         slot = product.sparsity.slots[name]
@@ -288,14 +292,14 @@ def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: In
     return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)
 
 
-def ruled_backward(
+def pruned_product_backward(
     product: StaticProduct, residuals: Residuals, g: jax.Array, forms_of_g: Mapping[str, Form] | None = None
 ) -> tuple[jax.Array | None, jax.Array | None, None]:  # fmt: skip
     """Return the gradients of x and w. ``forms_of_g`` has forms of g that are made already, by product."""
     x, w, kept, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
-    w, g = _once_derived(product, w), _once_derived(product, g)
-    x = x.type if isinstance(x, Like) else _once_derived(product, x)
+    w, g = _forbid_second_derivative(product, w), _forbid_second_derivative(product, g)
+    x = x.type if isinstance(x, Aval) else _forbid_second_derivative(product, x)
     values, axes = backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g), product.operands(x, w)
     by_xla = partial(prune_slot, product, axes=axes, ctx=ctx, extra=inputs.extra, values=values)
 
@@ -318,11 +322,11 @@ def ruled_backward(
         chosen = dict(product.compacted).get(name)
         if chosen is not None:
             slot = sparsity.slots[OPERANDS[name][chosen]]
-            theirs = OTHER[slot.name]
+            theirs = PARTNER_SLOT[slot.name]
             given = slot.name == "dw_x" and isinstance(kept, Rows)
-            few = kept if given else few_rows(product, slot, values, axes, ctx)
+            few = kept if given else gather_rows(product, slot, values, axes, ctx)
             op, value = without_strides(product.op, prune(theirs)) if name == "dw" else (product.op, prune(theirs))
-            value = same_rows(value, slot, theirs, axes, few)
+            value = gather_matching_rows(value, slot, theirs, axes, few)
             pair = (few.values, value) if chosen == "g" else (value, few.values)
             if isinstance(op, (Dot, Conv)) and op.out_sharding is not None:  # rows that are left may lie on other axes
                 op = replace(op, out_sharding=jax.typeof(pair[0]).sharding)
@@ -348,10 +352,10 @@ def _transposed(
         return jax.linear_transpose(forward, like)(g)[0]
 
 
-ruled.defvjp(ruled_forward, ruled_backward)
+pruned_product.defvjp(pruned_product_forward, pruned_product_backward)
 
 
-def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
+def _forbid_second_derivative(product: StaticProduct, v: jax.Array) -> jax.Array:
     """Return an input of a gradient unchanged, and refuse to differentiate it where no second derivative exists.
 
     Each input has a call of its own, so that JAX can leave out those that a gradient does not read.
@@ -360,7 +364,7 @@ def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
         return v
     if product.sparsity.backward:
         return _traced_once(product.sparsity, v)
-    return v if product.routes is None and not product.compacted else calls.underived(v)
+    return v if product.routes is None and not product.compacted else calls.nondifferentiable(v)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

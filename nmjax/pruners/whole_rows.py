@@ -32,7 +32,7 @@ from nmjax.pruners.nothing import identity
 
 @dataclass(frozen=True, repr=False)
 class rows(ByParts):
-    """Prune whole rows: ``p`` prunes the L2 norms of the rows, and each row is scaled as its norm was.
+    """Prune whole rows: ``p`` prunes the L2 norms of the rows, and each row is multiplied by p(norm)/norm.
 
     A row is all that an array holds at one position along the axis. For a gradient of shape [tokens, features] it is
     the gradient of one token. With `mvue` the result is unbiased. With `mse` the largest rows are kept as they are.

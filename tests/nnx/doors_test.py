@@ -153,7 +153,7 @@ def test_the_class_comes_back():
     nm.nnx.sparsify(layer, recipe("ste(2,4)"))
     assert isinstance(layer, Transposed)
     assert type(layer) is not Transposed
-    assert isinstance(layer.nm_site, nm.nnx.Site)
+    assert isinstance(layer.nm_site, nm.nnx.SiteModule)
     hard = nm.nnx.harden(layer)
     assert type(hard) is Transposed
     assert "nm_site" not in vars(hard)
@@ -227,7 +227,7 @@ def test_a_stack_in_a_scan(method):
         cells = nnx.vmap(partial(Cell, kind), in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
         getattr(cells.layer, name)[...] = whole(0, 3, 16, 16, most=1)
         nm.nnx.sparsify(cells, recipe(method), seed=1)
-        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
         run = nnx.scan(lambda x, cell: cell(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
 
         def loss(cells, x, run=run):
@@ -295,7 +295,7 @@ def test_a_stack_that_looks_like_one_layer():
 
     nm.nnx.door(Wide, weight="w", input=lambda layer: (-1, layer.features))
     make = lambda: nnx.vmap(Wide, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
-    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
     run = lambda model, x: nnx.vmap(lambda model, x: model(x), in_axes=(axes, None))(model, x)
     wrong, right, x = make(), make(), whole(0, 4, 16)
     nm.nnx.sparsify(wrong, recipe("ste(2,4)"))
@@ -653,7 +653,7 @@ def test_what_a_method_changes_is_changed(jit):
     assert (dense.calls[...], counters[0][...]) == (sparse.calls[...], counters[1][...]) == (3, 48)
     assert dense.drop.rngs.count[...] == sparse.drop.rngs.count[...] == 3
     np.testing.assert_array_equal(dense.last[...], sparse.last[...])
-    states = [nnx.state(layer, nnx.filterlib.Not(nm.nnx.NM)) for layer in (dense, nm.nnx.harden(sparse))]
+    states = [nnx.state(layer, nnx.filterlib.Not(nm.nnx.SparsityVariable)) for layer in (dense, nm.nnx.harden(sparse))]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
@@ -846,7 +846,7 @@ class StackOfSquares(nnx.Module):
         self.layers = nnx.split_rngs(splits=size)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
 
     def __call__(self, x):
-        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
         return nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 
