@@ -42,11 +42,11 @@ class SlotPlan(NamedTuple):
         only from a call, or differs between calls. Empty if nothing is chosen.
       of_rows: True if all columns share the groups.
 
-    >>> from nmjax.pruners import mse, rescale
-    >>> print(SlotPlan("y_w", mse(2, 4), along=(16,), groups=128))
+    >>> import nmjax as nm
+    >>> print(SlotPlan("y_w", nm.mse(2, 4), along=(16,), groups=128))
     y_w=mse(2,4)
       128 groups along 16
-    >>> print(SlotPlan("dx_g", rescale(mse(2, 4)), along=(16,), groups=128, norms=("group",)))
+    >>> print(SlotPlan("dx_g", nm.rescale(nm.mse(2, 4)), along=(16,), groups=128, norms=("group",)))
     dx_g=rescale(mse(2,4))
       128 groups along 16
       norm of each group
@@ -102,8 +102,8 @@ class LayerPlan(NamedTuple):
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``dw_x`` is empty.
       reads_data: Whether its input depends on no parameter, so that training of the model needs no dx.
 
-    >>> from nmjax.recipes.text import parse
-    >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
+    >>> import nmjax as nm
+    >>> layer = LayerPlan("up", "Linear", (8, 4), nm.parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
     >>> [round(layer.flops * share) for share in layer.shares]
     [512, 1024, 1024]
     """
@@ -251,8 +251,8 @@ class Plan:
       missed: The paths of parameters that a rule matches and no door reaches.
       speed: The FLOPs per second of a dense product on this CPU, if a product is compacted.
 
-    >>> from nmjax.recipes.text import parse
-    >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
+    >>> import nmjax as nm
+    >>> layer = LayerPlan("up", "Linear", (8, 4), nm.parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
     >>> plan = Plan((layer,), elsewhere=0, uncovered=(), parameters=36)
     >>> plan.forward, plan.training, plan.refused
     ((1024, 512.0), (3072, 2560.0), ())
@@ -285,8 +285,8 @@ class Plan:
           steps: The number of steps. With a schedule, the FLOPs change from step to step.
           data_gradients: False to leave out dx of layers whose input is data: training of a whole model needs none.
 
-        >>> from nmjax.recipes.text import parse
-        >>> fading = parse("mdgf(2,4,linear(1,0,80))")
+        >>> import nmjax as nm
+        >>> fading = nm.parse("mdgf(2,4,linear(1,0,80))")
         >>> layer = LayerPlan("up", "Linear", (8, 4), fading, (), 1024, (0.5, 1.0, 1.0), "2:4")
         >>> Plan((layer,), elsewhere=0, uncovered=(), parameters=36).over(160)
         (3072, 2816.0)

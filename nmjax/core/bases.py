@@ -18,8 +18,8 @@ class Grouped(Pruner):
       TypeError: ``n`` or ``m`` is not an integer.
       ValueError: ``n`` does not lie between 1 and ``m``.
 
-    >>> from nmjax.pruners import mse
-    >>> mse(2, 4).facts.block, mse(2, 4).facts.pattern, mse(2, 4).kept()
+    >>> import nmjax as nm
+    >>> nm.mse(2, 4).facts.block, nm.mse(2, 4).facts.pattern, nm.mse(2, 4).kept()
     (4, (2, 4), 0.5)
     """
 

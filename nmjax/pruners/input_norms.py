@@ -148,8 +148,8 @@ def keep_norms(p: Pruner, state: Any, measured: Any) -> Any:
 def needs_norms(p: Pruner) -> bool:
     """Return True if a pruner holds norms of inputs, or a part of it does.
 
-    >>> from nmjax.pruners import mse, ste
-    >>> needs_norms(ste(wanda(2, 4))), needs_norms(ste(mse(2, 4)))
+    >>> import nmjax as nm
+    >>> needs_norms(nm.ste(nm.wanda(2, 4))), needs_norms(nm.ste(nm.mse(2, 4)))
     (True, False)
     """
     return isinstance(p, ByNorms) or any(map(needs_norms, p.parts))
