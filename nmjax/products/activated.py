@@ -57,7 +57,7 @@ def activated_dot(
         and can_fuse(call.product.routes, call.product.sparsity)
     ):
         return _fused(activation, call.product, call.x, call.w, bias, call.inputs)
-    return activation(_add_bias(call(), bias))
+    return activation(_add_bias(call.compute(), bias))
 
 
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

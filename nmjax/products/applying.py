@@ -160,6 +160,6 @@ def kept_of_x(
     pattern = packed_pattern(slot.pattern, x, axes[slot.name])
     if by_kernel or pattern is None:
         return None
-    pruned = prune_slot(product, slot, slot.pruner, value, axes, ctx, extra=extra)
+    value = prune_slot(product, slot, slot.pruner, value, axes, ctx, extra=extra)
     with jax.named_scope(slot.name):
-        return pack(pruned, axes[slot.name], pattern)
+        return pack(value, axes[slot.name], pattern)
