@@ -10,14 +10,14 @@ import numpy as np
 from jax import lax
 
 from nmjax.core import random
-from nmjax.core.bases import Remembering, SamePattern
+from nmjax.core.bases import Remembering, SamePattern, Selector
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Facts, Pruner, check_inner
 from nmjax.pruners.input_norms import needs_norms
 
 
 @dataclass(frozen=True, repr=False)
-class hold(SamePattern, Remembering):
+class hold(Selector, SamePattern, Remembering):
     """Keep a mask for a number of steps.
 
     The mask is state: `init` makes it, and `refresh` renews it.
@@ -60,10 +60,7 @@ class hold(SamePattern, Remembering):
             )
 
     def describe(self) -> Facts:
-        return super().describe()._replace(stochastic=False, selects=True)
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+        return super().describe()._replace(stochastic=False)
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = _state(self, ctx)

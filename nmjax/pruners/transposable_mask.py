@@ -25,13 +25,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from nmjax.core import fusion, groups
-from nmjax.core.bases import Grouped
+from nmjax.core.bases import Grouped, Selector
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
-class transposable(Grouped):
+class transposable(Selector, Grouped):
     """Keep n of every m values along both axes of a weight, with the largest sum of magnitudes.
 
     Paper: Hubara et al., "Accelerated Sparse Neural Training", arXiv:2102.08124.
@@ -58,9 +58,6 @@ class transposable(Grouped):
     """
 
     reads_step = False
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         axis, m = groups.position(x.ndim, axis), self.m
@@ -91,7 +88,7 @@ class transposable(Grouped):
 
     def describe(self) -> Facts:
         facts = super().describe()
-        return facts._replace(tiles=True, pattern_across=facts.pattern, selects=True)
+        return facts._replace(tiles=True, pattern_across=facts.pattern)
 
     @property
     def kernel_form(self) -> KernelForm:
