@@ -1,6 +1,5 @@
 """The directory of a run: one process writes there at a time, and a run that says "finished" has everything."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -15,8 +14,8 @@ from threading import Barrier, Lock
 
 import pytest
 
-from experiments import command, config_files, files, members, report, sweep
-from experiments.errors import Failed, Mistake, Taken
+from experiments import command, config_files, files, report
+from experiments.errors import Mistake, Taken
 from experiments.training import checkpoints, lock, modes, record
 from tests.experiments.runs import as_people_run_it as as_people_run_it, start, timeless
 
@@ -186,68 +185,6 @@ def test_while_a_run_writes_another_is_refused(tmp_path):
         assert "interrupted by SIGINT after step" in said
     finally:
         first.kill()
-
-
-# ---- in a sweep ----
-
-
-def swept(workdir, index=None, before=lambda name: None):
-    """Run a sweep of three seeds that only writes its outcomes, and return the seeds that were trained.
-
-    Args:
-      workdir: The directory of the sweep.
-      index: The number of the only run.
-      before: Called with the name of a run before it is trained.
-    """
-    done = []
-
-    def train(group, _):
-        (member,) = group
-        before(member.name)
-        (place := workdir / member.name).mkdir(parents=True, exist_ok=True)
-        with lock.held(place):
-            (place / "config.json").write_text(member.identity.text)
-            (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
-        done.append(member.name)
-
-    found = members.listed(config_files.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
-    sweep.run(found, workdir, index, 1, lambda member: None, train)
-    return done
-
-
-def test_a_sweep_leaves_a_run_to_the_process_that_writes_it(tmp_path, capsys):
-    (tmp_path / "seed=1").mkdir()
-    with lock.held(tmp_path / "seed=1"):
-        with pytest.raises(
-            Failed,
-            match="not done: seed=1. Other processes are training these runs, or runs beside them.",
-        ):
-            swept(tmp_path)
-        assert (
-            f"--workdir={tmp_path / 'seed=1'} is being written by process {os.getpid()} on" in capsys.readouterr().out
-        )
-        assert [(tmp_path / f"seed={seed}" / "run.json").exists() for seed in range(3)] == [True, False, True]
-        with pytest.raises(Taken, match="is being written by process"):
-            swept(tmp_path, index=1)
-    assert swept(tmp_path) == ["seed=1"]
-    assert (tmp_path / "seed=0" / "report.html").exists()  # it was missing
-
-
-def test_a_run_that_its_process_has_finished_is_not_named(tmp_path):
-    place = tmp_path / "seed=1"
-    place.mkdir()
-    with contextlib.ExitStack() as other:
-        other.enter_context(lock.held(place))
-
-        def before(name):
-            """The other process finishes seed 1 while this one trains seed 2."""
-            if name == "seed=2":
-                member = members.listed(config_files.load("configs/vit_24.py:smoke"), [{"seed": 0}, {"seed": 1}])[1]
-                (place / "config.json").write_text(member.identity.text)
-                (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
-                other.close()
-
-        assert swept(tmp_path, before=before) == ["seed=0", "seed=2"]
 
 
 # ---- finished ----
