@@ -299,35 +299,11 @@ def test_distance_skips_padding_and_compares_equal_depths():
     assert float(pretrained.distance(deep[jnp.array([0, 2, 4])], deep, None)) == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("teacher.logits=1.5", "logits is a share from 0 to 1"),
-        ("teacher.temperature=0.0", "temperature is above 0"),
-        (f"teacher.weights={BERT}", r"gives logits \(0,\) and the model \(9,\)"),  # it has no head
-        ("teacher.weights=nowhere", "config.teacher.weights='nowhere' is not a folder"),
-        ("weights=", "config.weights is empty. Give the folder"),
-        ("weights=damaged", "config.weights: .*this is not JSON"),
-        ("weights=nowhere", "config.weights='nowhere' is not a folder with a config.json"),
-        ("data.length=2", "config.data.length=2 leaves no place for a text beside 2 special tokens"),
-        ("model.dropout=2.0", "config.model.dropout=2.0 is not a rate from 0 to less than 1"),
-        ("sparsity.blocks=y_w=ste(wanda(2,4))", "chooses by the norms of inputs, which a run does not measure"),
-        ("objective=translate", "config.objective='translate' is not known"),
-        ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json: there is no such file"),
-        ("model.name=other", "config.model.name='other': write module:name"),
-        ("rates=(('embedding',0.0),)", "config.rates: 'embedding' matches no whole path of a parameter"),
-        ("rates=(('.*',-1.0),)", "an entry is a pattern of paths and a factor of at least 0"),
-    ],
-)
-def test_mistakes_are_told(change, message, tmp_path):
-    words = [f"--config.{change}"]
-    if change.startswith(("teacher.logits", "teacher.temp")):
-        words.append(f"--config.teacher.weights={BERT}")
-    if change == "weights=damaged":
-        words = [f"--config.weights={shutil.copytree(BERT, tmp_path / 'b')}"]
-        (tmp_path / "b/config.json").write_text("{")
-    with pytest.raises(Mistake, match=message):
-        program(CONFIG_FILE, *words)
+def test_a_checkpoint_whose_config_is_damaged_is_told(tmp_path):
+    shutil.copytree(BERT, tmp_path / "b")
+    (tmp_path / "b/config.json").write_text("{")
+    with pytest.raises(Mistake, match="config.weights: .*this is not JSON"):
+        program(CONFIG_FILE, f"--config.weights={tmp_path / 'b'}")
 
 
 def tokens(about, size, **more):

@@ -55,14 +55,6 @@ def test_two_runs_of_the_same_second_have_two_directories(tmp_path, monkeypatch)
     assert len(list((tmp_path / "runs").iterdir())) == 3  # a plan takes none
 
 
-def test_a_mistake_leaves_no_default_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for wrong in ("--config.dtype=float16", "--config.rules=(('mlp','blocks'),)"):
-        with pytest.raises(Mistake):
-            command.main([*COMMAND, wrong], "")
-    assert not list((tmp_path / "runs").iterdir())
-
-
 def test_a_default_directory_that_cannot_be_made_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")

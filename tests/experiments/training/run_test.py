@@ -16,7 +16,7 @@ from flax import nnx
 from experiments import command, config_files, files
 from experiments.bench import train as bench
 from experiments.errors import Failed, Mistake
-from experiments.training import image, tasks
+from experiments.training import image
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import (
     as_people_run_it as as_people_run_it,
@@ -241,36 +241,6 @@ def test_weights_that_are_drawn_have_no_flips():
     found = made.measure(state, next(iter(made.task.feed(0, 0, made.mesh))))
     assert {float(v) for v in found["density"].values()} == {0.5}
     assert made.hardening_refusal
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("vit_24", "rules=(('mlp','blocks'),)", r"(?s)apply to no layer.*The layers are:\n  blocks/0"),
-        (
-            "vit_24",
-            "rules=(('patches','blocks'),)",
-            r"(?s)patches: .* where it has one value, and a group has 4.*  \(r\"patches\", \"dense\"\),",
-        ),
-        ("vit_24", "batch=6", "4 devices"),
-        ("vit_24", "model.size=tine", r"config.model.size='tine' is not known. Did you mean 'tiny'\?"),
-        ("vit_24", "model.patch=3", "the model: patch must divide image"),
-        ("vit_24", "dtype=float16", "config.dtype"),
-        ("gpt_sste", "data.length=1000000", "longer text"),
-        ("gpt_sste", "data.tokenizer=absent.json", "absent.json"),
-    ],
-)
-def test_what_cannot_be_done_is_said(name, change, said):
-    """In one line, except for what is a list."""
-    with pytest.raises(Mistake, match=said) as caught:
-        program(f"configs/{name}.py:smoke", f"--config.{change}")
-    assert ("\n" in str(caught.value)) == ("(?s)" in said)
-
-
-def test_missing_data_are_one_line():
-    with pytest.raises(Mistake, match="absent.txt") as caught:
-        tasks.task(command.read(["launch.py", "--config=configs/gpt_sste.py", "--config.data.name=absent.txt"]).config)
-    assert "\n" not in str(caught.value)
 
 
 # ---- whole runs ----
