@@ -278,11 +278,11 @@ def test_a_lock_that_is_a_link_leaves_the_file_that_it_leads_to(tmp_path):
 
 def test_what_a_killed_process_leaves_before_its_run_json_is_no_obstacle(tmp_path):
     """config.json, the plan, drafts and the lock, of the same config; and the directory of a twin."""
-    for name in ("run.lock", ".config.json.12ab34cd"):
+    for name in ("run.lock", ".config.json.12ab34cd.draft"):
         (tmp_path / name).write_text("")
     (tmp_path / "twin").mkdir()
     record.check(tmp_path, identity())
-    for name in ("plan.txt", ".plan.html.12ab34cd"):
+    for name in ("plan.txt", ".plan.html.12ab34cd.draft"):
         (tmp_path / name).write_text("")
     with pytest.raises(Mistake, match=r"plan.txt"):
         record.check(tmp_path, identity())
