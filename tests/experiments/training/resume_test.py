@@ -309,14 +309,6 @@ def test_of_another_model_nothing_is_read_and_nothing_is_renamed(params, said, t
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
 
 
-def test_a_damaged_checkpoint_of_another_directory_is_not_renamed(tmp_path):
-    saved(tmp_path, 1, 2)
-    before = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    (tmp_path / "checkpoints" / "2" / "seal.json").write_text("{")
-    assert Checkpoints(tmp_path, lambda text: None).restore(shapes(), rename_damaged=False).step == 1
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
-
-
 def test_a_seal_holds_nothing_of_later_steps(tmp_path):
     checkpoints, seen = Checkpoints(tmp_path), [{"loss": 2.0}]
     checkpoints.save(1, small(1), seen, best=False)
