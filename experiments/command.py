@@ -1,7 +1,6 @@
 """The command line: flags, a config file and changes to it. What is wrong with them is refused in one line."""
 
 import contextlib
-import difflib
 import gc
 import itertools
 import os
@@ -16,7 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from experiments import config_files, members, sweep, usage
-from experiments.errors import Mistake, Stopped
+from experiments.errors import Mistake, Stopped, meant
 from experiments.files import of_json, text
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
@@ -361,8 +360,7 @@ def _exists(config: ConfigDict, field: str) -> None:
         if not isinstance(value, ConfigDict):
             raise Mistake(f"--config.{field}: {path} is {value!r}, and has no fields.")
         if part not in value:
-            near = difflib.get_close_matches(part, value.keys(), 1, 0.5)
-            hint = f" Did you mean {path}.{near[0]}?" if near else ""
+            hint = meant(part, value.keys(), f"{path}.{{}}")
             raise Mistake(f"--config.{field}: {path} has no field {part!r}.{hint} It has {', '.join(value.keys())}.")
         value, path = value[part], f"{path}.{part}"
     if isinstance(value, ConfigDict):

@@ -19,7 +19,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.scale import processes, shards
 from experiments.training import hardest, settings
 from experiments.training.pretrained import put
@@ -112,9 +112,9 @@ class Program:
 
     def _set_model(self) -> None:
         """Describe the sparse model by its shapes, and plan it."""
-        with settings.as_mistake("the model"):
+        with mistaken("the model"):
             nnx.eval_shape(lambda: self.task.make(nnx.Rngs(0)))
-        with settings.as_mistake("config.rules and config.sparsity"):
+        with mistaken("config.rules and config.sparsity"):
             self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(self.task.make(nnx.Rngs(0)), self.recipe))
             _, params, rest = nnx.split(self.model, nnx.Param, ...)
             self.graph = nnx.split(self.model)[0]
