@@ -56,7 +56,7 @@ class _Finetune(Resident):
         if self.teacher is None:
             return
         c, wants_hidden = config.teacher, self.teacher.wants_hidden
-        self.teacher.check_task(self.set.classes if classes else (), Path(config.weights))
+        self.teacher.check_task(self.set.classes if classes else (), Path(config.weights).expanduser())
         with mistaken("the model"):
             model = nnx.eval_shape(lambda: self.make(nnx.Rngs(0)))
             if wants_hidden and not hasattr(model, "hidden"):
