@@ -161,7 +161,7 @@ class Program:
           over: `over(f, *axes, out=0)` returns f for all runs at once, which lie along `axes` of its arguments.
         """
         whole = shards.whole(self.mesh)  # every process reads the results
-        over_runs = lambda program: over(program._train, RUNS, None, out=(RUNS, 0))
+        over_runs = lambda program: over(program.train_step, RUNS, None, out=(RUNS, 0))
         self._train_of = lambda program: jax.jit(over_runs(program), donate_argnums=0, out_shardings=(places, whole))
         self.train, self._by_phase = self._train_of(self), {None: self}
         self.score = jax.jit(over(self._score, RUNS, None), out_shardings=whole)
@@ -245,7 +245,7 @@ class Program:
 
     # ---- the step ----
 
-    def _train(self, state: State, arrays: Any) -> tuple[State, dict]:
+    def train_step(self, state: State, arrays: Any) -> tuple[State, dict]:
         """Take a step: gradients of all micro-batches, the optimizer's update, the averages."""
         config, params = self.config, state.params
         with jax.named_scope("input"):  # a profile uses these names to show where the time goes

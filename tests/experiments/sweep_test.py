@@ -268,7 +268,7 @@ def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_pat
 
 @pytest.mark.processes
 def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkeypatch, tmp_path, capsys):
-    train = program.Program._train
+    train = program.Program.train_step
 
     def poisoned(self, state, arrays):
         bad = (state.seed == 1) & (state.step == 2)
