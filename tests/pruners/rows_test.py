@@ -119,9 +119,9 @@ def test_dw_is_unbiased_and_its_variance_is_that_of_the_closed_form(slot, by, n)
     size = np.random.default_rng(3).uniform(0.1, 4, (16, 2))
     x, g = normal(4, 16, 3) * size[:, :1], normal(5, 16, 5) * size[:, 1:]
     found = of_dw(text, x, g, by_xla=n == 1)
-    length = {"lhs": np.linalg.norm(np.asarray(x, float), axis=1), "g": np.linalg.norm(np.asarray(g, float), axis=1)}
-    terms = (length["lhs"] * length["g"]) ** 2
-    weights = length["lhs"] * length["g"] if "both" in text else length["lhs" if "lhs" in text else "g"]
+    length = {"x": np.linalg.norm(np.asarray(x, float), axis=1), "g": np.linalg.norm(np.asarray(g, float), axis=1)}
+    terms = (length["x"] * length["g"]) ** 2
+    weights = length["x"] * length["g"] if by == "both" else length[slot[-1]]
     p = np.concatenate([probabilities(group, n) for group in weights.reshape(4, 4)])
     terms_of = np.einsum("ti,to->tio", np.asarray(x, float), np.asarray(g, float))
     mean = terms_of.sum(0)
