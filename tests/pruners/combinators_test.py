@@ -33,20 +33,18 @@ def group_norm(x):
     return np.repeat(np.abs(x.reshape(*x.shape[:-1], -1, 4)).sum(-1), 4, -1)
 
 
-@pytest.mark.parametrize("shape", [(8,), (6, 8), (1, 16)])
-def test_without_axes_of_space_every_group_has_a_norm(shape):
+@pytest.mark.parametrize(
+    ("shape", "space"),
+    [((8,), ()), ((6, 8), ()), ((1, 16), ()), ((3, 5, 8), (1,)), ((2, 3, 4, 8), (1, 2)), ((2, 3, 2, 2, 8), (1, 2, 3))],
+)
+def test_every_group_has_a_norm_or_with_axes_of_space_every_sample_and_channel(shape, space):
     x = normal(*shape)
     y = nm.prune(nm.rescale(nm.mse(2, 4)), jnp.asarray(x))
-    np.testing.assert_allclose(y, restored(x, group_norm), rtol=1e-6)
-    np.testing.assert_array_equal(y, nm.prune(nm.rescale(nm.mse(2, 4), "group"), jnp.asarray(x)))
-
-
-@pytest.mark.parametrize(("shape", "space"), [((3, 5, 8), (1,)), ((2, 3, 4, 8), (1, 2)), ((2, 3, 2, 2, 8), (1, 2, 3))])
-def test_with_axes_of_space_every_sample_and_channel_has_a_norm(shape, space):
-    x = normal(*shape)
-    y = nm.prune(nm.rescale(nm.mse(2, 4)), jnp.asarray(x))
-    np.testing.assert_allclose(y, restored(x, lambda v: np.abs(v).sum(space, keepdims=True)), rtol=1e-5)
-    np.testing.assert_array_equal(y, nm.prune(nm.rescale(nm.mse(2, 4), "spatial"), jnp.asarray(x)))
+    norm = (lambda v: np.abs(v).sum(space, keepdims=True)) if space else group_norm
+    np.testing.assert_allclose(y, restored(x, norm), rtol=1e-5)
+    np.testing.assert_array_equal(
+        y, nm.prune(nm.rescale(nm.mse(2, 4), "spatial" if space else "group"), jnp.asarray(x))
+    )
 
 
 def test_the_axes_of_the_product_decide_and_not_the_number_of_axes():

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 import nmjax as nm
+from tests.pruners.unbiased_test import sample
 
 SUBNORMAL = np.array([1e-40, -2e-40, 3e-40, 4e-40], np.float32)
 KEY = nm.Ctx(key=0)
-_SAMPLE = jax.jit(lambda p, x, u: p.sample(x, u), static_argnums=0)
 
 
 def draws(p, group, u):
     """Return the draws of one group, one for each uniform."""
-    u = np.asarray(u, np.float32)
-    return np.asarray(_SAMPLE(p, jnp.broadcast_to(group, (len(u), len(group))), u[:, None]))
+    return sample(p, np.broadcast_to(group, (len(u), len(group))), np.asarray(u, np.float32))
 
 
 def zeroed(p):

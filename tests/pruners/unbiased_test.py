@@ -485,21 +485,6 @@ def measured_inclusion(x):
     return x.astype(np.float64) / out
 
 
-@pytest.mark.parametrize(
-    ("a", "expected"),
-    [
-        ((1, 2, 3, 4), (0.234524, 0.441270, 0.608333, 0.715873)),
-        ((1, 1, 1, 1), (0.5, 0.5, 0.5, 0.5)),
-        ((0.1, 0.1, 0.1, 5), (0.334059, 0.334059, 0.334059, 0.997823)),
-        ((0.3, 0.7, 1.2, 2), (0.179221, 0.397669, 0.624575, 0.798535)),
-    ],
-)
-def test_inclusion_probabilities_of_two_draws(a, expected):
-    np.testing.assert_allclose(inclusion(a, 4), expected, atol=6e-7)
-    got = measured_inclusion(np.array([a, [-v for v in a]], np.float32))
-    np.testing.assert_allclose(got, [expected, expected], atol=1e-6)
-
-
 @pytest.mark.parametrize("m", [4, 8])
 def test_two_draws_divide_by_the_true_probability(m):
     x = groups_of("gaussian", m, 300, seed=3)
