@@ -342,8 +342,3 @@ def test_words_inside_jit():
 def test_bad_keys_are_refused(key):
     with pytest.raises(TypeError, match="key"):
         random.words(key)
-
-
-def test_a_pruner_without_a_key_says_so():
-    with pytest.raises(TypeError, match="key"):
-        nm.mvue(2, 4)(jnp.ones(4))

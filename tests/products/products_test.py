@@ -402,13 +402,6 @@ def test_a_product_that_contracts_nothing_has_no_groups():
         jax.grad(f)(jnp.ones(8), jnp.ones((8, 4)))
 
 
-def test_only_floats_are_pruned_but_all_are_multiplied():
-    x, w = jnp.arange(32).reshape(4, 8), jnp.ones((8, 4), jnp.int32)
-    chex.assert_trees_all_equal(nm.dot_general(x, w, MATMUL, sparsity=nm.Sparsity()), x @ w)
-    with pytest.raises(TypeError, match="y_w=.* int32"):
-        nm.dot_general(x, w, MATMUL, sparsity=nm.methods.ste())
-
-
 # ---- noise ----
 
 BOTH = nm.Sparsity(dx_g=nm.mvue(2, 4), dw_g=nm.mvue(2, 4))

@@ -56,15 +56,6 @@ def test_the_axes_of_the_product_decide_and_not_the_number_of_axes():
     assert len({run("auto", space).tobytes() for space in ((), (1,), (0, 1))}) == 3
 
 
-def test_spatial_is_refused_without_axes_of_space():
-    p = nm.rescale(nm.mse(2, 4), "spatial")
-    with pytest.raises(ValueError, match=r"^rescale\(mse\(2,4\),over='spatial'\) needs spatial axes") as refused:
-        p(jnp.ones((6, 8)))
-    assert "shape" not in str(refused.value)
-    with pytest.raises(ValueError, match="needs spatial axes"):
-        jax.jit(p)(jnp.ones(8))
-
-
 def test_a_sample_under_vmap_has_no_axis_of_samples():
     """The product inside sees positions and features, so its gradient has no spatial axes."""
     x, w = jnp.asarray(normal(3, 8, 4)), jnp.asarray(normal(4, 16))

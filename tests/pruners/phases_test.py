@@ -92,6 +92,7 @@ def test_methods():
     tail = nm.parse("fst(dense_from=250)").at(250)
     assert tail.slots["y_w"].core == nm.identity
     assert tail.dw_g == nm.identity
+    assert nm.parse("fst(dense_from=250)").y_w.final == nm.identity
     assert nm.parse_pruner(repr(tail.y_w)) == tail.y_w
     with pytest.raises(ValueError, match="at: step must be at least 0, got -1"):
         tail.at(-1)

@@ -195,12 +195,3 @@ def test_convolution_kernels(n, m, layout, first, second):
         kernel = x[place]
         tiles = kernel if kernel.shape[0] == m else kernel.T  # (in, out)
         np.testing.assert_array_equal(kept[place] if kernel.shape[0] == m else kept[place].T, masked(p, tiles, 0))
-
-
-def test_what_cannot_be_tiled_is_refused():
-    with pytest.raises(ValueError, match="no other axis"):
-        nm.transposable(2, 4)(jnp.ones(8))
-    with pytest.raises(ValueError, match="divide by 4.*mse"):
-        nm.transposable(2, 4)(jnp.ones((6, 8)))
-    with pytest.raises(ValueError, match="groups of 4"):
-        nm.transposable(2, 4)(jnp.ones((8, 6)))

@@ -530,11 +530,6 @@ def test_variance_of_two_draws():
         assert error < 1e-3
 
 
-def test_only_two_draws():
-    with pytest.raises(ValueError, match="mvue\\(1,4\\)"):
-        nm.mvue_approx(1, 4)
-
-
 # ---- random pruning ----
 
 

@@ -56,21 +56,6 @@ def test_structure_decay_phases():
     ]  # the last one lasts to the end
 
 
-def test_fst_phases():
-    s = nm.methods.fst(dense_from=100)
-    w = jax.random.normal(jax.random.key(0), (16, 8))
-    state = s.init(w, contract=0, out=1)
-    call = lambda slot, x, step, **ctx: getattr(s, slot)(x, 0, nm.Ctx(step=step, **ctx))
-    sparse, tail = (call("y_w", w, step, state=(state["y_w"][0], None)) for step in (99, 100))
-    assert bool(nm.groups.is_nm(sparse, 2, 4, 0))
-    assert bool(nm.groups.is_nm(sparse, 2, 4, 1))
-    np.testing.assert_array_equal(tail, w)
-    key = nm.random.words(0)
-    assert bool(nm.groups.is_nm(call("dw_g", w, 99, key=key), 2, 4, 0))
-    np.testing.assert_array_equal(call("dw_g", w, 100, key=key), w)
-    assert s.y_w.final == nm.identity
-
-
 def test_squared_relu_activations():
     """2:4 by magnitude of relu(y)**2 is relu(.)**2 of the two largest, signed: the paper's order of the two."""
     y = jax.random.normal(jax.random.key(0), (50, 16))
