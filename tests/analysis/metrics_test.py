@@ -14,19 +14,12 @@ import nmjax as nm
 from nmjax.analysis import metrics
 from nmjax.analysis.metrics import Pattern
 from nmjax.products import pruning
+from tests.products.common import normal, whole
 
 pytestmark = pytest.mark.sampled
 
 NM = [(1, 2), (2, 4), (3, 4), (4, 4), (3, 8), (1, 16), (8, 32)]
 DTYPES = [jnp.float32, jnp.bfloat16]
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def whole(seed, *shape, most=3, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), dtype)
 
 
 def groups_of(x, m, axis):
