@@ -44,10 +44,13 @@ def module(space: str) -> ModuleType:
 
 
 def names(space: str) -> list[Public]:
-    """Return the public names of a space: what it defines, and what it re-exports by `import name as name`."""
+    """Return the public names of a space: what it defines, and what it exports by `import x as x` or `import *`."""
     home = module(space)
     imports = [node for node in ast.parse(inspect.getsource(home)).body if isinstance(node, ast.ImportFrom)]
     re_exported = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    for node in imports:
+        if node.names[0].name == "*":
+            re_exported |= set(importlib.import_module(str(node.module)).__all__)
     members = [
         Public(f"{space}.{name}", value)
         for name, value in vars(home).items()

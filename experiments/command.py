@@ -1,7 +1,6 @@
 """The command line: flags, a config file and changes to it. What is wrong with them is refused in one line."""
 
 import contextlib
-import difflib
 import gc
 import itertools
 import os
@@ -16,7 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from experiments import config_files, members, sweep, usage
-from experiments.errors import Mistake, Stopped
+from experiments.errors import Mistake, Stopped, meant
 from experiments.files import of_json, text
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
@@ -42,7 +41,7 @@ def main(argv: list[str], head: str) -> None:
         carry_out(asked, shlex.join(["python", *argv]))
 
 
-def carry_out(asked: "Asked", words: str) -> None:
+def carry_out(asked: "Args", words: str) -> None:
     """Do what a command line asks for.
 
     Args:
@@ -85,7 +84,7 @@ def carry_out(asked: "Asked", words: str) -> None:
         modes.carry_out(asked.mode, [run], words, origin, program, asked.sink or "", traced=traced, again=again)
 
 
-def _twin(asked: "Asked", config: ConfigDict) -> Any:
+def _twin(asked: "Args", config: ConfigDict) -> Any:
     """Return the twin of a run, or None if its config file names none."""
     if not config.twin:
         return None
@@ -96,7 +95,7 @@ def _twin(asked: "Asked", config: ConfigDict) -> Any:
     return twin.Twin(config_file, twin.of(config, config_files.load(asked.config_file), config_files.load(config_file)))
 
 
-def _check(asked: "Asked") -> None:
+def _check(asked: "Args") -> None:
     """Refuse flags that do not go together."""
     mode, seeds = asked.mode, asked.seeds_at_once
     if mode == "eval" and not asked.workdir:
@@ -131,7 +130,7 @@ def _check(asked: "Asked") -> None:
     members.check_seed(asked.config)
 
 
-def _check_results(asked: "Asked") -> None:
+def _check_results(asked: "Args") -> None:
     """Refuse a file of results that no run would write, or that cannot be written."""
     path, flag = Path(asked.results), f"--results={asked.results}"
     if not asked.sweeping or asked.planned:
@@ -160,7 +159,7 @@ def _cache_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
+def _sweep(asked: "Args", workdir: Path, words: str) -> None:
     from experiments.training import modes
 
     def side_by_side(group: list[members.Member], program: modes.Program) -> Any:
@@ -180,7 +179,7 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
     sweep.run(runs, workdir, asked.sweep_index, asked.seeds_at_once, make, side_by_side, results, asked.labels)
 
 
-class Asked:
+class Args:
     """A command line, read. Each flag of `usage.FLAGS` is an attribute.
 
     Attributes:
@@ -239,7 +238,7 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmjax" / "compiled"
 
 
-def read(argv: list[str]) -> Asked:
+def read(argv: list[str]) -> Args:
     """Read a command line.
 
     Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a
@@ -280,7 +279,7 @@ def read(argv: list[str]) -> Asked:
                 f"--config.sparsity.{name}: no rule uses {name!r}. Also write "
                 f"--config.rules=\"((PATTERN,'{name}'),...)\"{hint}"
             )
-    return Asked(config, config_file, values)
+    return Args(config, config_file, values)
 
 
 def _split(argv: list[str]) -> tuple[list[str], str | None]:
@@ -361,8 +360,7 @@ def _exists(config: ConfigDict, field: str) -> None:
         if not isinstance(value, ConfigDict):
             raise Mistake(f"--config.{field}: {path} is {value!r}, and has no fields.")
         if part not in value:
-            near = difflib.get_close_matches(part, value.keys(), 1, 0.5)
-            hint = f" Did you mean {path}.{near[0]}?" if near else ""
+            hint = meant(part, value.keys(), f"{path}.{{}}")
             raise Mistake(f"--config.{field}: {path} has no field {part!r}.{hint} It has {', '.join(value.keys())}.")
         value, path = value[part], f"{path}.{part}"
     if isinstance(value, ConfigDict):

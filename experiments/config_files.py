@@ -1,7 +1,6 @@
 """Config files: Python files with a function get_config(). Their mistakes are reported in one line."""
 
 import contextlib
-import difflib
 import importlib.util
 import sys
 import traceback
@@ -11,7 +10,7 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from experiments.errors import Mistake
+from experiments.errors import Mistake, meant
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,8 +25,7 @@ def load(config_file: str) -> ConfigDict:
     """Return the settings of a config file, FILE or FILE:VARIANT. Afterwards the modules beside it can be imported."""
     file, variant = split(config_file)
     if not Path(file).is_file():
-        near = difflib.get_close_matches(file, names(), 1, 0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = meant(file, names(), "{}")
         raise Mistake(f"--config={config_file}: there is no file {file}.{hint} Write one of {', '.join(names())}.")
     if not file.endswith(".py"):
         raise Mistake(f"--config={config_file}: a config file is a .py file. Write one of {', '.join(names())}.")

@@ -1,8 +1,9 @@
 """Errors that end a command with one line on the screen. Each has the exit code of the process."""
 
 import contextlib
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
@@ -26,12 +27,22 @@ class Mistake(Exception):
 
 
 @contextlib.contextmanager
-def mistaken(where: str = "") -> Iterator[None]:
-    """Turn an error of a value, or of opening a file, into a `Mistake` that begins with ``where``."""
+def mistaken(about: str = "") -> Iterator[None]:
+    """Turn what the library refuses, and an error of opening a file, into a `Mistake` that begins with ``about``."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise Mistake(f"{where}{error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise Mistake(f"{about}: {error}" if about else str(error)) from error
+
+
+def meant(name: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """Return a question with the nearest of the known names, or "" if none is near.
+
+    >>> meant("bach", ["batch", "seed"], "config.{}")
+    ' Did you mean config.batch?'
+    """
+    near = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f" Did you mean {form.format(near[0])}?" if near else ""
 
 
 class Missing(Mistake):

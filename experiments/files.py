@@ -5,7 +5,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 from experiments.errors import Failed, Mistake
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the quota of the user is full
+DRAFTS = f".*.{8 * '[0-9a-f]'}.draft"  # files that are being written
 DEEPEST = 64  # lists and objects inside each other: no file of ours has more than ten
 LARGEST = 1 << 26  # bytes of a file of JSON or of text, other than one of lines
 LONGEST = 1 << 30  # bytes of a file of lines
@@ -98,7 +98,7 @@ def writable(workdir: Path) -> Iterator[None]:
 
 def replace(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file whole or not at all. It is on the disk when this returns."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another machine may have the same process id
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")  # another machine may have the same process id
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         with draft.open("rb") as file:
@@ -111,15 +111,10 @@ def replace(path: Path, content: str | bytes | memoryview) -> None:
         draft.unlink(missing_ok=True)
 
 
-def remove_drafts(folder: Path, names: str) -> None:
-    """Remove what `replace` left in a folder when its process was killed. No process may be writing there.
-
-    Args:
-      folder: The folder.
-      names: A regular expression of the names that were to be written. Other hidden files stay.
-    """
-    for path in folder.glob(".*"):
-        if re.fullmatch(rf"\.({names})\.[0-9a-f]{{8}}", path.name) and path.is_file():
+def remove_drafts(folder: Path) -> None:
+    """Remove what `replace` left in a folder when its process was killed. No process may be writing there."""
+    for path in folder.glob(DRAFTS):
+        if path.is_file():
             path.unlink(missing_ok=True)
 
 

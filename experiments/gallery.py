@@ -65,7 +65,7 @@ NO_DIFFERENCE = (
 
 
 def train(name: str, folder: Path) -> None:
-    """Train a config file into a folder. A run that is there goes on, and one that has finished stays.
+    """Train a config file into a folder. Unfinished runs resume; finished ones are skipped.
 
     Args:
       name: The name of the config file, with a variant if wanted, such as "vit_24" or "vit_24:smoke".

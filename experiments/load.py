@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments import report
 from experiments.data import augment
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.training import image, modes, pretrained, settings, tasks, text
 from experiments.training.checkpoints import Checkpoints
 from nmjax.core import names
@@ -57,7 +57,7 @@ class LoadedRun:
         Raises:
           Mistake: The model has no hardened form.
         """
-        with settings.as_mistake(f"the model of {self.directory} has no hardened form"):
+        with mistaken(f"the model of {self.directory} has no hardened form"):
             return nm.nnx.harden(self.model)
 
     @cached_property
@@ -89,7 +89,7 @@ class LoadedRun:
             alone = array.ndim < axes
             inputs = (array[None] if alone else array,)
         graph, state = nnx.split(self.hardened if hardened else self.model)
-        with settings.as_mistake("predict"):
+        with mistaken("predict"):
             logits = np.asarray(self._apply(graph, state, inputs))
         return logits[0] if alone else logits
 
@@ -182,7 +182,7 @@ def _split(make: Callable[..., nnx.Module], recipe: nm.Recipe) -> tuple[nnx.Grap
     if recipe.backend == "pallas":  # which refuses products that this machine cannot pack
         recipe = dataclasses.replace(recipe, backend="auto")
     key = jax.random.key(0)
-    with settings.as_mistake("the model"):
+    with mistaken("the model"):
         model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(rngs=nnx.Rngs(0)), recipe, seed=key))
     _, params, rest = nnx.split(model, nnx.Param, ...)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,7 +1,6 @@
 """The flags, and the texts of --help and --mode=config: the fields of a config file with their values and comments."""
 
 import ast
-import difflib
 import io
 import re
 import shlex
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from experiments.errors import Mistake
+from experiments.errors import Mistake, meant
 from experiments.training.digest import flat
 
 ROOT = Path(__file__).parent.parent
@@ -173,5 +172,4 @@ def _meant(name: str, config: ConfigDict) -> str:
     field = next((f for f in flat(config.to_dict()) if own in (f, f.rpartition(".")[2])), None)
     if field is not None:
         return f" Did you mean --config.{field}?"
-    near = difflib.get_close_matches(own, ["config", *FLAGS], 1, 0.6)
-    return f" Did you mean --{near[0]}?" if near else " --help lists all flags."
+    return meant(own, ["config", *FLAGS], "--{}") or " --help lists all flags."

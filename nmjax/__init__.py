@@ -24,7 +24,7 @@ from nmjax import (
 from nmjax.analysis import flops as flops, metrics as metrics
 from nmjax.analysis.picture import Picture as Picture, show as show
 from nmjax.core import groups as groups, random as random
-from nmjax.core.bases import Grouped as Grouped, Remembering as Remembering
+from nmjax.core.bases import Grouped as Grouped, Remembering as Remembering, Selector as Selector
 from nmjax.core.context import Ctx as Ctx
 from nmjax.core.pruner import Facts as Facts, KernelForm as KernelForm, Pruner as Pruner
 from nmjax.fusing import fused as fused
@@ -39,29 +39,7 @@ from nmjax.products.functions import (
 from nmjax.products.pruning import prune as prune
 from nmjax.products.sparsity import Sparsity as Sparsity
 from nmjax.programs.transform import transform as transform
-from nmjax.pruners import (
-    chain as chain,
-    decay as decay,
-    fp8 as fp8,
-    hold as hold,
-    identity as identity,
-    mse as mse,
-    mvue as mvue,
-    mvue_approx as mvue_approx,
-    permute as permute,
-    raw as raw,
-    rescale as rescale,
-    ria as ria,
-    rows as rows,
-    soft as soft,
-    sr_ste as sr_ste,
-    stage as stage,
-    stages as stages,
-    ste as ste,
-    transposable as transposable,
-    uniform as uniform,
-    wanda as wanda,
-)
+from nmjax.pruners import *  # all pruners, as __all__ lists them
 from nmjax.pruners.schedules import (
     constant as constant,
     cosine as cosine,

@@ -406,7 +406,7 @@ def _step_of(model):
     def step(model, x, now, micro):
         after, value, grads, masks, weights = run(nnx.split(model)[1], x, jnp.int32(now), jnp.int32(micro))
         nnx.update(model, after)
-        held = sorted(Found._told(v) for v in jax.tree.leaves(nnx.state(model, nm.nnx.NM)))
+        held = sorted(Found._told(v) for v in jax.tree.leaves(nnx.state(model, nm.nnx.SparsityVariable)))
         flat = lambda state: {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(state)}
         return {"grads": flat(grads), "masks": flat(masks), "weights": weights, "held": " ".join(held)} | value
 

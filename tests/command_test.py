@@ -28,6 +28,13 @@ def run(capsys, *argv):
     return (status, *capsys.readouterr())
 
 
+def refused(capsys, *argv):
+    """Return what is said of a command that is refused: one line."""
+    status, out, err = run(capsys, *argv)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
 def sparse(folder):
     """Write a checkpoint with 2:4 weights."""
     model = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
@@ -131,9 +138,7 @@ WRONG = {
 
 @pytest.mark.parametrize("said", WRONG)
 def test_mistakes_are_one_sentence(said, capsys):
-    status, out, err = run(capsys, *WRONG[said])
-    assert (status, out) == (2, "")
-    assert err.startswith(said)
+    assert refused(capsys, *WRONG[said]).startswith(said)
 
 
 @pytest.mark.processes
@@ -160,6 +165,12 @@ def with_tokenizer(folder, kind="bert"):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """A checkpoint with a tokenizer, and a file of texts."""
+    return with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
 
 
 def vocabulary(folder, size, added=()):
@@ -204,30 +215,58 @@ def test_prune_computes_what_the_function_does(capsys, tmp_path):
     assert (found.blocks[0].attention.query.kernel[...] != 0).all()
 
 
-SPOILT = {
-    "there is no such file, so texts cannot be read": lambda s, d: (s / "tokenizer.json").unlink(),
-    "line 2: an object with a field 'text' is expected": lambda s, d: d.write_text('{"text": "w1"}\n{"txt": "w1"}\n'),
-    "line 1: this is not JSON": lambda s, d: d.write_text("w1 w2"),
-    "the file has no texts": lambda s, d: d.write_text("\n\n"),
-    "this is not text in UTF-8": lambda s, d: d.write_bytes(b"\xff\xfe\x00"),
-    "each text has fewer than 8 tokens": lambda s, d: lines(d, length=7),
-    "there is no such file or folder": lambda s, d: d.unlink(),
-    "tokenizer.json has 41 tokens, but the model has 40. The tokenizer is that of another model": lambda s, d: (
-        vocabulary(s, 41)
-    ),
-    "the tokenizer has tokens beyond the model's 40": lambda s, d: (s / "tokenizer.json").write_text(
-        (s / "tokenizer.json").read_text().replace('"w7": 7', '"w7": 77').replace('"w7":7', '"w7":77')
-    ),
+def edited(file, more):
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+def swap(file, *pairs):
+    text = file.read_text()
+    for old, new in pairs:
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def precompiled(charsmap):
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}}
+
+
+DAMAGED = {
+    "a.gz": gzip.compress(b"w1 w2 w3\n" * 50)[:-20], "b.gz": b"w1 w2", "c.xz": b"w1 w2", "d.xz": b"",
+    "e.gz": gzip.compress(b"w1")[:12] + b"\xff" * 9, "f.jsonl": b"[" * 100_000 + b"\n",
+    "g.jsonl": b'{"text": "w1", "text_b": 3}\n',
 }  # fmt: skip
+PANICS = {  # of the tokenizer: a panic of Rust is no Exception of Python
+    "while it is read": precompiled("/////w=="),
+    "while it encodes": precompiled("AAAAAA=="),
+    "an error of no class": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+}
+SPOILT = [  # the file of texts, what is done to the checkpoint and to it, and what is said
+    ("a.jsonl", lambda s, d: (s / "tokenizer.json").unlink(), "there is no such file, so texts cannot be read"),
+    ("a.jsonl", lambda s, d: d.write_text('{"text": "w1"}\n{"txt": "w1"}\n'), "line 2: an object with a field 'text'"),
+    ("a.jsonl", lambda s, d: d.write_text("w1 w2"), "line 1: this is not JSON"),
+    ("a.jsonl", lambda s, d: d.write_text("\n\n"), "the file has no texts"),
+    ("a.jsonl", lambda s, d: d.write_bytes(b"\xff\xfe\x00"), "this is not text in UTF-8"),
+    ("a.jsonl", lambda s, d: lines(d, length=7), "each text has fewer than 8 tokens"),
+    ("a.jsonl", lambda s, d: d.unlink(), "there is no such file or folder"),
+    ("a.jsonl", lambda s, d: vocabulary(s, 41), "has 41 tokens, but the model has 40. The tokenizer is that of"),
+    (
+        "a.jsonl", lambda s, d: swap(s / "tokenizer.json", ('"w7": 7', '"w7": 77'), ('"w7":7', '"w7":77')),
+        "the tokenizer has tokens beyond the model's 40",
+    ),
+    *((name, lambda s, d, raw=raw: d.write_bytes(raw), "nmjax prune: {data}") for name, raw in DAMAGED.items()),
+    *(
+        ("a.txt", lambda s, d, more=more: edited(s / "tokenizer.json", more), "nmjax prune: {tokenizer} ")
+        for more in PANICS.values()
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("said", SPOILT)
-def test_prune_refuses_in_a_sentence(said, capsys, tmp_path):
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.jsonl")
-    SPOILT[said](source, data)
-    status, out, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
-    assert (status, out) == (2, "")
-    assert said in err
+@pytest.mark.parametrize(("name", "spoil", "said"), SPOILT)
+def test_prune_refuses_in_a_sentence(name, spoil, said, capsys, tmp_path):
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / name)
+    spoil(source, data)
+    err = refused(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
+    assert said.format(data=data, tokenizer=source / "tokenizer.json") in err
     assert not (tmp_path / "sparse").exists()
 
 
@@ -250,12 +289,14 @@ MISTAKES = {
     "the folder has files that are not of this checkpoint: old.safetensors. Name an empty": ["--out", "OLD"],
     "--length 4: calibration needs texts of at least 8 tokens": ["--length", 4],
     "--method ria measures the inputs of layers. Add --data FILE": ["--method", "ria", "--data", None],
+    "blocks/0-1/attention/key": ["--m", 7],  # which does not divide it
+    "blocks/0-1/mlp/": ["--m", 7],
 }
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_prune_refuses_before_it_begins(said, capsys, tmp_path):
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+def test_prune_refuses_before_it_begins(said, dense, capsys, tmp_path):
+    source, data = dense
     (tmp_path / "old").mkdir()
     (tmp_path / "old/old.safetensors").write_text("")
     places = {"SOURCE": source, "DATA": data, "OLD": tmp_path / "old"}
@@ -263,25 +304,21 @@ def test_prune_refuses_before_it_begins(said, capsys, tmp_path):
     options |= {name: places.get(value, value) for name, value in zip(*[iter(MISTAKES[said])] * 2, strict=True)}
     before = (source / "model.safetensors").read_bytes()
     argv = [one for name, value in options.items() if value is not None for one in (name, value)]
-    status, out, err = run(capsys, "prune", source, *argv)
-    assert (status, out) == (2, "")
-    assert said in err
-    assert err.count("\n") == 1
+    assert said in refused(capsys, "prune", source, *argv)
     assert (source / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "embeddings.LayerNorm.bias"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_weights_that_are_not_finite_are_told(name, value, capsys, tmp_path):
+def test_weights_that_are_not_finite_are_told(name, value, dense, capsys, tmp_path):
     """By `prune`, with data and without, before it begins; and by `verify`."""
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    source, data = dense
     tensors = {one: np.array(v) for one, v in checkpoints.read(source).items()}
     tensors[name].flat[-1] = value
     checkpoints.write(source / "model.safetensors", tensors)
     path = {"encoder": "blocks/1/mlp/down/kernel", "embeddings": "norm/bias"}[name.partition(".")[0]]
     for options in (["--method", "magnitude"], ["--data", data]):
-        status, out, err = run(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
-        assert (status, out, err.count("\n")) == (2, "", 1)
+        err = refused(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
         assert f"the weight {path} has NaN or infinity" in err
     assert not (tmp_path / "sparse").exists()
     tensors = dict(checkpoints.read(sparse(tmp_path / "sparse"))) | {"odd": np.full(3, value, np.float32)}
@@ -296,23 +333,6 @@ def test_numbers_are_whole_and_above_0(option, capsys, tmp_path):
     with pytest.raises(SystemExit):
         run(capsys, "prune", tmp_path, "--out", tmp_path / "x", *option)
     assert f"argument {option[0]}: {option[1]!r} is not a whole number above 0" in capsys.readouterr().err
-
-
-DAMAGED = {
-    "a.gz": gzip.compress(b"w1 w2 w3\n" * 50)[:-20], "b.gz": b"w1 w2", "c.xz": b"w1 w2", "d.xz": b"",
-    "e.gz": gzip.compress(b"w1")[:12] + b"\xff" * 9, "f.jsonl": b"[" * 100_000 + b"\n",
-    "g.jsonl": b'{"text": "w1", "text_b": 3}\n',
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_texts_are_told_with_their_path(name, capsys, tmp_path):
-    source, data = with_tokenizer(tmp_path / "dense"), tmp_path / name
-    data.write_bytes(DAMAGED[name])
-    status, out, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
-    assert (status, out) == (2, "")
-    assert err.startswith(f"nmjax prune: {data}")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("name", "line"), [("a.txt", "w1 w2"), ("a.jsonl", '{"text": "w1 w2"}')])
@@ -349,33 +369,6 @@ def test_a_bomb_of_text_is_not_read_into_memory(spoilt, name, tmp_path, monkeypa
     assert [one for one, _ in read_texts(tmp_path / name, 99)] == ["w" * (87 if "jsonl" in name else 99)] * 10
 
 
-PANICS = {
-    "while it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
-    "while it encodes": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}},
-    "an error of no class": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
-}
-
-
-@pytest.mark.parametrize("when", PANICS)
-def test_a_tokenizer_that_panics_is_told(when, capsys, tmp_path):
-    """A panic of Rust is no Exception of Python."""
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
-    file = source / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | PANICS[when]))
-    status, out, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
-    assert (status, out) == (2, "")
-    assert err.startswith(f"nmjax prune: {file} ")
-
-
-def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
-    status, _, err = run(capsys, "prune", source, "--m", 7, "--data", data, "--out", tmp_path / "sparse")
-    assert status == 2
-    assert err.count("\n") == 1
-    assert "blocks/0-1/attention/key" in err
-    assert "blocks/0-1/mlp/" in err
-
-
 def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
     """Once, and before the estimate: 8 rows for layers of 16 and of 32 inputs."""
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", count=1)
@@ -387,9 +380,9 @@ def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
     assert "this takes about" in second
 
 
-def test_names_of_the_other_kind_are_told(capsys, tmp_path):
+def test_names_of_the_other_kind_are_told(dense, capsys, tmp_path):
     """`--layers` takes our paths and `--every` those of the file. The message shows which."""
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    source, data = dense
     theirs, ours = r"encoder\.layer\..*", "blocks/.*"
     status, _, err = run(capsys, "prune", source, "--data", data, "--layers", theirs, "--out", tmp_path / "sparse")
     assert (status, "The layers are: blocks/0/attention/query" in err) == (2, True)
@@ -444,14 +437,12 @@ def test_images_calibrate_a_vit(capsys, tmp_path):
     right = nm.nnx.prune(model, recipe, [images[i : i + 16] for i in range(0, 40, 16)]).model
     found = checkpoints.load(tmp_path / "sparse")
     np.testing.assert_array_equal(found.blocks[1].mlp.down.kernel[...], right.blocks[1].mlp.down.kernel[...])
+    again = ["prune", source, "--data", tmp_path / "images.npy", "--out", tmp_path / "other"]
     for wrong in (images[:, :4], np.zeros(images.shape, np.uint8), images[:0]):
         np.save(tmp_path / "images.npy", wrong)
-        status, _, err = run(capsys, "prune", source, "--data", tmp_path / "images.npy", "--out", tmp_path / "other")
-        assert (status, err.count("\n")) == (2, 1)
-        assert "images" in err
+        assert "images" in refused(capsys, *again)
     (tmp_path / "images.npy").write_text("no images")
-    status, _, err = run(capsys, "prune", source, "--data", tmp_path / "images.npy", "--out", tmp_path / "other")
-    assert "this is not a file .npy of images" in err
+    assert "this is not a file .npy of images" in refused(capsys, *again)
 
 
 # ---- export ----

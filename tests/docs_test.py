@@ -142,12 +142,6 @@ def test_every_pruner_and_method_is_on_the_page_of_texts():
         assert re.search(rf"`{name}\b", text), f"docs/reference/texts.md does not have {name}"
 
 
-def test_every_pruner_file_is_on_the_page_of_the_architecture():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    for file in (ROOT / "nmjax" / "pruners").glob("[!_]*.py"):
-        assert file.stem in text, f"docs/architecture.md does not have {file.name}"
-
-
 COPIES = ("reproduction.md", "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/
 
 

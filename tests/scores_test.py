@@ -73,7 +73,7 @@ def test_without_a_rule_nothing_changes(options):
 def test_layers_of_a_stack_draw_apart(scan):
     model = nm.nnx.sparsify(gpt(scores=True, scan=scan), nm.Recipe({r".*/scores": "y_x=ste(mvue(1,4))", ".*": "dense"}))
     words = np.concatenate(
-        [v.reshape(-1, 2) for v in jax.tree.leaves(nnx.state(model, nm.nnx.NM)) if v.dtype == "uint32"]
+        [v.reshape(-1, 2) for v in jax.tree.leaves(nnx.state(model, nm.nnx.SparsityVariable)) if v.dtype == "uint32"]
     )
     assert len(np.unique(words, axis=0)) == 2
     first = logits(model)

@@ -1,6 +1,5 @@
 """Small image sets, whole in memory: digits, published sets, an ``.npz``, or what a function returns."""
 
-import difflib
 import importlib.util
 import io
 import logging
@@ -11,7 +10,7 @@ import numpy as np
 
 from experiments.data import cache, others, published, reading, validation
 from experiments.data.find import find
-from experiments.errors import Missing, Mistake
+from experiments.errors import Missing, Mistake, meant
 from nmjax.core import names
 
 log = logging.getLogger(__name__)
@@ -76,8 +75,7 @@ def load(name: str, dir: str | Path = "") -> Images:
     if name in published.SETS:
         return _published(name, dir)
     sets = ["digits", *published.SETS]
-    near = difflib.get_close_matches(name, sets, n=1)
-    guess = f" Did you mean {near[0]}?" if near else ""
+    guess = meant(name, sets, "{}")
     if Path(name).is_dir():
         guess = f" It is a folder: write --config=FILE:folder --config.data.dir={name}."
     raise Mistake(f"no image set is called {name!r}.{guess} Write one of {', '.join(sets)}, a .npz file, or folder.")

@@ -189,11 +189,6 @@ def tokenizer(path: Path) -> Any:
         return texts.tokenizer(path / "tokenizer.json")
 
 
-def vocabulary(file: Path) -> dict[str, int]:
-    """Return the tokens of a tokenizer, with their numbers."""
-    return tokenizer(file.parent).get_vocab()
-
-
 def encode(words: Any, examples: Sequence[Example], length: int) -> Tokens:
     """Return the tokens of examples. Longer ones are cut to ``length``, the longer text of a pair first.
 

@@ -20,7 +20,7 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
     Raises:
       Mistake: The name cannot be imported, is no function, or returns something else.
     """
-    with mistaken("config.data.name: "):
+    with mistaken("config.data.name"):
         make = names.load(name)
     if not callable(make):
         raise Mistake(f"config.data.name={name!r} is a {type(make).__name__}, not a function of a folder.")

@@ -248,7 +248,7 @@ def _whole(data: bytes, at: int) -> int:
 
 def _tokenizer(name: str, dir: str | Path):
     path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or write 'bytes'.")
-    with mistaken(f"config.data.tokenizer={name!r}: "):
+    with mistaken(f"config.data.tokenizer={name!r}"):
         opened(path).close()
         return path, open_tokenizer(path)
 

@@ -22,6 +22,7 @@ from experiments.errors import Mistake
 from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.products.fit import slot_refusals
+from nmjax.products.slot import WEIGHT
 
 AXES = ("data", "fsdp", "tensor")
 CUT = ((re.compile(r"/(up|query|key|value)$"), "other"), (re.compile(r"/(down|out)$"), "contract"))  # by `tensor`
@@ -181,7 +182,7 @@ def _legal(layer: Layer, axis: int, count: int) -> bool:
     cut_mesh = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
     rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut_mesh, spec))
     refusals = slot_refusals(product.op, product.lhs, rhs, layer.sparsity)
-    return not any(slot.endswith("rhs") for slot, _ in refusals)
+    return not any(slot in WEIGHT for slot, _ in refusals)
 
 
 def _cut_others(model: nnx.Module, mesh: Mesh, kernels: Iterable[str]) -> dict[str, tuple[str | None, ...]]:

@@ -2,7 +2,7 @@
 
 XLA keeps the `jax.named_scope`s around an operation in its ``op_name``. An operation in the scope of a slot prunes. Of
 the others, those that autodiff transposed are the backward pass, and those that it linearised are the forward pass. The
-program has scopes of its own for the batch and for the update (`Program._train`).
+program has scopes of its own for the batch and for the update (`Program.train_step`).
 """
 
 import itertools

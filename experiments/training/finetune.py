@@ -12,7 +12,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from experiments.data import labelled, order, text, validation
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.files import replace
 from experiments.scale import shards
 from experiments.training import hardest, pretrained, settings, text as language
@@ -56,8 +56,8 @@ class _Finetune(Resident):
         if self.teacher is None:
             return
         c, wants_hidden = config.teacher, self.teacher.wants_hidden
-        self.teacher.check_task(self.set.classes if classes else (), Path(config.weights) / "tokenizer.json")
-        with settings.as_mistake("the model"):
+        self.teacher.check_task(self.set.classes if classes else (), Path(config.weights).expanduser())
+        with mistaken("the model"):
             model = nnx.eval_shape(lambda: self.make(nnx.Rngs(0)))
             if wants_hidden and not hasattr(model, "hidden"):
                 raise Mistake(
@@ -66,7 +66,7 @@ class _Finetune(Resident):
                 )
             batch = self._shapes(config.batch)
             hidden, logits = nnx.eval_shape(lambda m, b: self._run(m, b, None, wants_hidden), model, batch)
-        with settings.as_mistake(f"config.teacher.weights={c.weights!r}"):
+        with mistaken(f"config.teacher.weights={c.weights!r}"):
             self.teacher.check(logits, hidden, batch)
         self.facts.append(
             ("teacher", f"{c.weights}: logits {c.logits:g} of the loss, temperature {c.temperature:g}, hidden states "
@@ -246,7 +246,7 @@ def _widened(rows: labelled.Tokens, length: int) -> labelled.Tokens:
 
 def _model(path: Path) -> Any:
     """Return the model of a checkpoint, with shapes in place of values."""
-    with settings.as_mistake("config.weights"):
+    with mistaken("config.weights"):
         return nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
 
 
@@ -255,7 +255,7 @@ def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) ->
     if not hasattr(model, "tokens"):
         return
     count, file = model.tokens.num_embeddings, path / "tokenizer.json"
-    with settings.as_mistake("config.weights"):
+    with mistaken("config.weights"):
         texts.check_size(labelled.tokenizer(path), count, file)
     greatest = max(int(one.tokens.max(initial=0)) for one in splits.values())
     if greatest >= count:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,19 +65,13 @@ def mean(tables: Collection[dict[str, float]]) -> dict[str, float]:
     return {name: math.fsum(table[name] for table in tables) / len(tables) for name in names}
 
 
-class Metered(Protocol):
-    """A run as the meter sees it."""
-
-    pending: list[dict]
-    """Figures of the steps since the last line of metrics, including those restored from a checkpoint."""
-
-
 class Meter:
     """Takes in the figures of steps without waiting for them, and gives means over windows of steps.
 
     Args:
       window: Number of steps in a window.
-      runs: The runs that go on, by their numbers. `drop` takes out a run that diverged.
+      runs: The runs that go on, by their numbers. `pending` of each has the figures of the steps since its last line of
+        metrics. `drop` takes out a run that diverged.
       report: Called as `report(step, means, rate)` at the end of each window: the means of each run, and the steps a
         second, or None if no step was timed. The rate leaves out compilation and what is done inside `untimed`.
       drop: Called as `drop(number, error)` if the loss or the gradient norm of a run is not finite.
@@ -86,7 +80,7 @@ class Meter:
     def __init__(
         self,
         window: int,
-        runs: Mapping[int, Metered],
+        runs: Mapping[int, Any],
         report: Callable[[int, dict[int, dict], float | None], None],
         drop: Callable[[int, Diverged], None],
     ):

@@ -16,7 +16,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from experiments.data import labelled
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.training import settings
 from nmjax import checkpoints
 from nmjax.core import names
@@ -66,7 +66,7 @@ def start(config: ConfigDict, classes: int | None, values: bool = True) -> Start
     path, options = folder(config.weights, "config.weights"), dict(config.model)
     name = options.pop("name")
     options["dtype"] = settings.dtype(config)
-    with settings.as_mistake(f"config.weights={config.weights!r}"):
+    with mistaken(f"config.weights={config.weights!r}"):
         if not name:
             if classes is not None:
                 _refuse_without_head(checkpoints.architecture(path), config.weights)
@@ -107,7 +107,7 @@ def _own_head(
     """Return the options of the checkpoint's model, and the function that puts a head on it."""
     if not names.is_foreign(name):
         raise Mistake(f"config.model.name={name!r}: write module:name of a head, or nothing for the checkpoint's own.")
-    with settings.as_mistake("config.model.name"):
+    with mistaken("config.model.name"):
         head = names.load(name)
     known = settings.parameters_of(head)
     own = {key: value for key, value in options.items() if key not in known or key == "dtype"}
@@ -153,7 +153,7 @@ class Teacher:
                 f"logits={c.logits}, temperature={c.temperature}, hidden={c.hidden}."
             )
         path = self.path = folder(c.weights, "config.teacher.weights")
-        with settings.as_mistake(f"config.teacher.weights={c.weights!r}"):
+        with mistaken(f"config.teacher.weights={c.weights!r}"):
             model = checkpoints.load(path, dtype=settings.dtype(config))
         self.graph, state = nnx.split(model)
         self.state = nnx.as_pure(state)
@@ -174,15 +174,15 @@ class Teacher:
         found = jax.lax.map(part, divided)  # one micro-batch at a time, to save memory
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), found)
 
-    def check_task(self, classes: Sequence[str], tokenizer: Path) -> None:
+    def check_task(self, classes: Sequence[str], weights: Path) -> None:
         """Refuse a teacher of other classes, or with another tokenizer.
 
         Args:
           classes: The names of the classes, in the order of their numbers; none for a language model.
-          tokenizer: The file of the run's tokenizer.
+          weights: The folder of the run's checkpoint.
         """
         named = json.loads((self.path / "config.json").read_text()).get("id2label") or {}
-        with settings.as_mistake(f"config.teacher.weights={self.settings.weights!r}: id2label of config.json"):
+        with mistaken(f"config.teacher.weights={self.settings.weights!r}: id2label of config.json"):
             theirs = [str(named[key]) for key in sorted(named, key=int)]
         told = lambda names: not any(re.fullmatch(r"(LABEL_)?\d+", name) for name in names)
         if classes and theirs and told(theirs) and told(classes) and theirs != list(classes):
@@ -190,8 +190,8 @@ class Teacher:
                 f"config.teacher.weights={self.settings.weights!r} has the classes {', '.join(theirs[:5])}, and the "
                 f"data {', '.join(classes[:5])}. A teacher has the same classes in the same order."
             )
-        own = self.path / "tokenizer.json"
-        if own.is_file() and labelled.vocabulary(own) != labelled.vocabulary(tokenizer):
+        vocabulary = lambda folder: labelled.tokenizer(folder).get_vocab()
+        if (self.path / "tokenizer.json").is_file() and vocabulary(self.path) != vocabulary(weights):
             raise Mistake(
                 f"config.teacher.weights={self.settings.weights!r} has another tokenizer than config.weights, so it "
                 "would read other texts. Use a teacher that was fine-tuned from the same checkpoint."

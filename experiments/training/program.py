@@ -19,7 +19,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
-from experiments.errors import Mistake
+from experiments.errors import Mistake, mistaken
 from experiments.scale import processes, shards
 from experiments.training import hardest, settings
 from experiments.training.pretrained import put
@@ -112,9 +112,9 @@ class Program:
 
     def _set_model(self) -> None:
         """Describe the sparse model by its shapes, and plan it."""
-        with settings.as_mistake("the model"):
+        with mistaken("the model"):
             nnx.eval_shape(lambda: self.task.make(nnx.Rngs(0)))
-        with settings.as_mistake("config.rules and config.sparsity"):
+        with mistaken("config.rules and config.sparsity"):
             self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(self.task.make(nnx.Rngs(0)), self.recipe))
             _, params, rest = nnx.split(self.model, nnx.Param, ...)
             self.graph = nnx.split(self.model)[0]
@@ -161,7 +161,7 @@ class Program:
           over: `over(f, *axes, out=0)` returns f for all runs at once, which lie along `axes` of its arguments.
         """
         whole = shards.whole(self.mesh)  # every process reads the results
-        over_runs = lambda program: over(program._train, RUNS, None, out=(RUNS, 0))
+        over_runs = lambda program: over(program.train_step, RUNS, None, out=(RUNS, 0))
         self._train_of = lambda program: jax.jit(over_runs(program), donate_argnums=0, out_shardings=(places, whole))
         self.train, self._by_phase = self._train_of(self), {None: self}
         self.score = jax.jit(over(self._score, RUNS, None), out_shardings=whole)
@@ -237,7 +237,7 @@ class Program:
             rest = nnx.as_pure(nnx.split(nm.nnx.reset_state(model), nnx.Param, ...)[2])
             kinds = nnx.split(self.model, nnx.Param, ...)[2]
             is_variable = lambda v: isinstance(v, nnx.Variable)
-            own = lambda kind, old, new: new if isinstance(kind, nm.nnx.NM) else old
+            own = lambda kind, old, new: new if isinstance(kind, nm.nnx.SparsityVariable) else old
             copied = lambda old: jax.tree.map(own, kinds, old, rest, is_leaf=is_variable)
             return state._replace(rest=rest, ema=(state.ema[0], copied(state.ema[1])) if state.ema else state.ema)
 
@@ -245,7 +245,7 @@ class Program:
 
     # ---- the step ----
 
-    def _train(self, state: State, arrays: Any) -> tuple[State, dict]:
+    def train_step(self, state: State, arrays: Any) -> tuple[State, dict]:
         """Take a step: gradients of all micro-batches, the optimizer's update, the averages."""
         config, params = self.config, state.params
         with jax.named_scope("input"):  # a profile uses these names to show where the time goes

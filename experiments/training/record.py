@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import re
 import secrets
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ import numpy as np
 
 from experiments import report
 from experiments.errors import Failed, Mistake
-from experiments.files import lines, of_json, remove_drafts, replace, text, writable
+from experiments.files import DRAFTS, lines, of_json, remove_drafts, replace, text, writable
 from experiments.report.runs import at_once, is_line
 from experiments.scale import sinks
 from experiments.training import board, checkpoints, digest, lock, provenance
@@ -55,8 +54,8 @@ class Record:
     ):  # fmt: skip
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
-            remove_drafts(workdir, "|".join(map(re.escape, FILES)))
-            remove_drafts(workdir / "model", r".+\.json")
+            for folder in (workdir, workdir / "model"):
+                remove_drafts(folder)
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
             replace(workdir / "plan.html", report.plan_page(about["name"], plan._repr_html_()))
@@ -269,11 +268,8 @@ def _refuse_foreign(workdir: Path, identity: Identity) -> None:
     """Refuse a directory that holds more than what a process leaves that was killed before it wrote run.json."""
     begun = (workdir / "config.json").is_file() and digest.recorded(workdir).lasting == identity.lasting
     known = {*FILES, *FOLDERS} if begun else {lock.NAME, "twin"}  # a twin is trained first
-    draft = re.compile(rf"\.({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}")
-    aside = lambda name: begun and name.endswith(ASIDE)
-    foreign = sorted(
-        p.name for p in workdir.iterdir() if p.name not in known and not draft.fullmatch(p.name) and not aside(p.name)
-    )
+    known |= {p.name for p in workdir.glob(DRAFTS)} | {p.name for p in workdir.glob(f"*{ASIDE}") if begun}
+    foreign = sorted(p.name for p in workdir.iterdir() if p.name not in known)
     if foreign:
         raise Mistake(
             f"--workdir={workdir} holds {foreign[0]!r}, which is not of a run. A run replaces and removes files in its "

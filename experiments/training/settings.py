@@ -5,8 +5,7 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from configs import common
-from experiments.errors import Mistake
+from experiments.errors import Mistake, meant, mistaken
 from nmjax.core import names
 from nmjax.core.names import foreign_names as names_in
 from nmjax.products.slot import SLOTS
@@ -30,23 +29,12 @@ LONGEST = 1000  # characters of a method in a recorded config
 SHAPES = ("constant", "linear", "cosine")
 
 
-@contextmanager
-def as_mistake(about: str = "") -> Iterator[None]:
-    """Turn what the library refuses into a `Mistake` that begins with the name of the setting, and keeps its lines."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise Mistake(f"{about}: {error}" if about else str(error)) from error
-
-
 def one_of(name: str, known: Iterable[str], what: str) -> str:
     """Return a name that is known; else refuse it, with the nearest of the known names."""
     known = sorted(known)
     if name in known:
         return name
-    near = difflib.get_close_matches(name, known, 1, 0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise Mistake(f"{what}={shortened(name)!r} is not known.{hint} Write one of {', '.join(known)}.")
+    raise Mistake(f"{what}={shortened(name)!r} is not known.{meant(name, known)} Write one of {', '.join(known)}.")
 
 
 def foreign_names(config: ConfigDict) -> list[str]:
@@ -155,7 +143,7 @@ def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **f
         make, table = known[one_of(name, known, "config.model.name")]
         sizes = table[one_of(size, table, "config.model.size")]
         return partial(make, **(_accepted(make, fixed) | sizes | options))
-    with as_mistake("config.model.name"):
+    with mistaken("config.model.name"):
         make = names.load(name)
     if not callable(make):
         raise Mistake(f"config.model.name={name!r} is a {type(make).__name__}, not a subclass of nnx.Module.")
@@ -280,7 +268,7 @@ def in_steps(text: str, total: int) -> str:
 
 def recipe(config: ConfigDict, total: int) -> nm.Recipe:
     """Return the recipe of ``config.rules`` and ``config.sparsity``, for a run of so many steps."""
-    with as_mistake("config.rules and config.sparsity"):
+    with mistaken("config.rules and config.sparsity"):
         rules = tuple((rule[0], in_steps(rule[1], total)) if _pair(rule) else rule for rule in config.rules)
         table = {name: in_steps(text, total) for name, text in config.sparsity.items()}
         recipe = nm.Recipe.named(rules, table, config.backend)
@@ -348,10 +336,9 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
     for option in options:
         known = [each for each in parameters if each != "learning_rate"]
         if option not in known:
-            near = difflib.get_close_matches(option, known, 1, 0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = meant(option, known)
             raise Mistake(f"config.optimizer: {name} has no option {option!r}.{hint} It has {', '.join(known)}.")
-    with as_mistake("config.optimizer"):
+    with mistaken("config.optimizer"):
         chain.append(make(rate, **options))
     if config.get("rates", ()):
         chain.append(optax.stateless(lambda updates, _: scaled(updates, factors(config, updates))))

@@ -10,7 +10,7 @@ import nmjax as nm
 
 
 class State(NamedTuple):
-    """All that a run is at a step."""
+    """Training state at a step."""
 
     step: jax.Array
     seed: jax.Array
@@ -46,7 +46,7 @@ def reseeded(state: State, seed: jax.Array, fresh: Any, model: nnx.Module) -> St
     kinds = nnx.split(model, nnx.Param, ...)[2]
 
     def chosen(path: tuple, variable: nnx.Variable, old: jax.Array, new: jax.Array) -> jax.Array:
-        words = isinstance(variable, nm.nnx.NM) and nm.metrics.path(path).endswith("words")
+        words = isinstance(variable, nm.nnx.SparsityVariable) and nm.metrics.path(path).endswith("words")
         return new if words or isinstance(variable, nnx.RngKey) else old
 
     is_leaf = lambda value: isinstance(value, nnx.Variable)
@@ -71,7 +71,7 @@ def averaged(averages: Any, values: Any, model: nnx.Module, decay: float, step: 
     rate = 1 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
     def average(variable: nnx.Variable, old: jax.Array, new: jax.Array) -> jax.Array:
-        if isinstance(variable, nm.nnx.NM) or not jnp.issubdtype(new.dtype, jnp.floating):
+        if isinstance(variable, nm.nnx.SparsityVariable) or not jnp.issubdtype(new.dtype, jnp.floating):
             return new
         return (old + rate * (new - old)).astype(new.dtype)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments.errors import Missing, Mistake
+from experiments.errors import Missing, Mistake, mistaken
 from experiments.scale import shards
 from experiments.training import settings
 from nmjax.core import names
@@ -107,7 +107,7 @@ def task(config: Any, plan: bool = False) -> Task:
     """
     name = config.experiment
     own = not names.is_foreign(name)
-    with settings.as_mistake(f"config.experiment={name!r}"):
+    with mistaken(f"config.experiment={name!r}"):
         make = names.load(TASKS[settings.one_of(name, TASKS, "config.experiment")] if own else name)
     if own:
         made = make(config)

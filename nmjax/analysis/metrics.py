@@ -151,8 +151,8 @@ class Weight(NamedTuple):
       cosine: The cosine between the two.
       ties: The share of groups in which a tie decides, as in `ties`. NaN if the pruner promises no n:m.
 
-    >>> from nmjax.pruners import mse
-    >>> weight(mse(2, 4), jnp.array([4., 2., 0., 2.]), jnp.array([4., 2., 0., 0.]), (0,)).ties
+    >>> import nmjax as nm
+    >>> weight(nm.mse(2, 4), jnp.array([4., 2., 0., 2.]), jnp.array([4., 2., 0., 0.]), (0,)).ties
     Array(1., dtype=float32)
     """
 
@@ -174,8 +174,8 @@ def weight(p: Pruner, dense: Float[Array, "..."], pruned: Float[Array, "..."], c
     Returns:
       The comparison, in float32.
 
-    >>> from nmjax.pruners import mse
-    >>> print(*weight(mse(2, 4), jnp.array([0., 3., 0., 4.]), jnp.array([0., 0., 0., 4.]), (0,)))
+    >>> import nmjax as nm
+    >>> print(*weight(nm.mse(2, 4), jnp.array([0., 3., 0., 4.]), jnp.array([0., 0., 0., 4.]), (0,)))
     0.25 0.6 0.8 0.0
     """
     e, s = groups.wide(dense).ravel(), groups.wide(pruned).ravel()
@@ -256,8 +256,8 @@ def pruned_error(
     Returns:
       The error, in float32.
 
-    >>> from nmjax.pruners import mse
-    >>> pruned_error(mse(2, 4), jnp.array([2., 1., 2., 0.])).bias
+    >>> import nmjax as nm
+    >>> pruned_error(nm.mse(2, 4), jnp.array([2., 1., 2., 0.])).bias
     Array(0.33333334, dtype=float32)
     """
     draw = lambda key: [prune(p, x, axis=axis, key=key, step=step, state=state)]
@@ -296,8 +296,8 @@ def gradient_error(
       ValueError: A forward slot draws, so there is no exact value.
 
     >>> x, w, g = jnp.ones((4, 2)), jnp.ones((2, 3)), jnp.arange(12.0).reshape(4, 3)
-    >>> from nmjax.pruners import mse
-    >>> print(gradient_error(Sparsity(dw_g=mse(2, 4)), x, w, g).bias)
+    >>> import nmjax as nm
+    >>> print(gradient_error(nm.Sparsity(dw_g=nm.mse(2, 4)), x, w, g).bias)
     0.23649506
     """
     if sparsity.y_x.facts.stochastic or sparsity.y_w.facts.stochastic:

@@ -21,7 +21,7 @@ from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
 from nmjax.analysis.runs import Phases, Runs
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
-from nmjax.products.fit import of_sparse_layer
+from nmjax.products.fit import assuming_features_fit
 from nmjax.products.operations import Conv, result_shape
 from nmjax.products.pruning import Operand, space_left
 from nmjax.products.slot import SLOTS, WEIGHT
@@ -42,11 +42,11 @@ class SlotPlan(NamedTuple):
         only from a call, or differs between calls. Empty if nothing is chosen.
       of_rows: True if all columns share the groups.
 
-    >>> from nmjax.pruners import mse, rescale
-    >>> print(SlotPlan("y_w", mse(2, 4), along=(16,), groups=128))
+    >>> import nmjax as nm
+    >>> print(SlotPlan("y_w", nm.mse(2, 4), along=(16,), groups=128))
     y_w=mse(2,4)
       128 groups along 16
-    >>> print(SlotPlan("dx_g", rescale(mse(2, 4)), along=(16,), groups=128, norms=("group",)))
+    >>> print(SlotPlan("dx_g", nm.rescale(nm.mse(2, 4)), along=(16,), groups=128, norms=("group",)))
     dx_g=rescale(mse(2,4))
       128 groups along 16
       norm of each group
@@ -102,8 +102,8 @@ class LayerPlan(NamedTuple):
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``dw_x`` is empty.
       reads_data: Whether its input depends on no parameter, so that training of the model needs no dx.
 
-    >>> from nmjax.recipes.text import parse
-    >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
+    >>> import nmjax as nm
+    >>> layer = LayerPlan("up", "Linear", (8, 4), nm.parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
     >>> [round(layer.flops * share) for share in layer.shares]
     [512, 1024, 1024]
     """
@@ -173,7 +173,7 @@ def layer_plan(
     sparsity, else_dense = fitting_all(sparsity, uses, tokens_known=called)
     slots = slots_of(sparsity, uses, called)
     slots = tuple(slot._replace(refused=slot.refused or refused_slots.get(slot.name)) for slot in slots)
-    now = sparsity if phase is None else of_sparse_layer(sparsity).at(phase)
+    now = sparsity if phase is None else assuming_features_fit(sparsity).at(phase)
     plan = LayerPlan(
         path, kind, kernel, sparsity, slots, cost, flops.effective(now), hardened(sparsity), else_dense=else_dense,
         phase=phase, reads_data=reads_data,
@@ -251,8 +251,8 @@ class Plan:
       missed: The paths of parameters that a rule matches and no door reaches.
       speed: The FLOPs per second of a dense product on this CPU, if a product is compacted.
 
-    >>> from nmjax.recipes.text import parse
-    >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
+    >>> import nmjax as nm
+    >>> layer = LayerPlan("up", "Linear", (8, 4), nm.parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
     >>> plan = Plan((layer,), elsewhere=0, uncovered=(), parameters=36)
     >>> plan.forward, plan.training, plan.refused
     ((1024, 512.0), (3072, 2560.0), ())
@@ -285,8 +285,8 @@ class Plan:
           steps: The number of steps. With a schedule, the FLOPs change from step to step.
           data_gradients: False to leave out dx of layers whose input is data: training of a whole model needs none.
 
-        >>> from nmjax.recipes.text import parse
-        >>> fading = parse("mdgf(2,4,linear(1,0,80))")
+        >>> import nmjax as nm
+        >>> fading = nm.parse("mdgf(2,4,linear(1,0,80))")
         >>> layer = LayerPlan("up", "Linear", (8, 4), fading, (), 1024, (0.5, 1.0, 1.0), "2:4")
         >>> Plan((layer,), elsewhere=0, uncovered=(), parameters=36).over(160)
         (3072, 2816.0)
@@ -330,7 +330,7 @@ class Plan:
     @property
     def phases(self) -> tuple[int, ...]:
         """The steps, rising and above 0, at which a phase of some layer's method begins. See `nmjax.nnx.phase`."""
-        return tuple(sorted({step for layer in self.layers for step in of_sparse_layer(layer.sparsity).phases}))
+        return tuple(sorted({step for layer in self.layers for step in assuming_features_fit(layer.sparsity).phases}))
 
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 from nmjax.analysis import savings
 from nmjax.analysis.refusals import Use, backend_refusal
 from nmjax.core import layer_paths
-from nmjax.products.fit import of_sparse_layer
+from nmjax.products.fit import assuming_features_fit
 from nmjax.products.routes import Route, explain
 from nmjax.products.sparsity import Sparsity
 
@@ -43,7 +43,7 @@ def phases_of(
     sparsity: Sparsity, uses: list[Use], backend: str, packed_before: frozenset[str] = frozenset()
 ) -> Phases:  # fmt: skip
     """Return the routes in each phase of a layer's method, from step 0 on. The arguments are those of `runs_of`."""
-    sparsity = of_sparse_layer(sparsity)
+    sparsity = assuming_features_fit(sparsity)
     if not uses or not sparsity.phases:
         return ()
     starts = (0, *sparsity.phases)

@@ -26,7 +26,7 @@ from nmjax.checkpoints.tensors import (
     write_into,
 )
 from nmjax.checkpoints.torch_files import SUFFIXES
-from nmjax.nnx.variables import Site
+from nmjax.nnx.variables import SiteModule
 from nmjax.pruners import identity
 
 HEAD = ("head/kernel", "head/bias")
@@ -242,7 +242,7 @@ def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
 
 def unhardened(model: Any) -> str | None:
     """Return the path of a product that still prunes its weight, or None. A hardened model may prune activations."""
-    sparse = lambda v: isinstance(v, Site) and v.sparsity.y_w != identity
+    sparse = lambda v: isinstance(v, SiteModule) and v.sparsity.y_w != identity
     return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from nmjax.checkpoints.drafts import replacing
 from nmjax.checkpoints.tensors import CheckpointError
-from nmjax.nnx.variables import Site
+from nmjax.nnx.variables import SiteModule
 
 
 def write_onnx(
@@ -34,7 +34,7 @@ def write_onnx(
     >>> def convert(model):
     ...     write_onnx("model.onnx", model, jax.ShapeDtypeStruct((8, 16), jnp.float32), names=["x"])
     """
-    sites = {"/".join(map(str, place)): node for place, node in nnx.iter_graph(model) if isinstance(node, Site)}
+    sites = {"/".join(map(str, place)): node for place, node in nnx.iter_graph(model) if isinstance(node, SiteModule)}
     others = [place for place, s in sites.items() if s.sparsity != s.sparsity.only(y_x=s.sparsity.y_x)]
     if others:  # jax2onnx replaces each nnx.Linear as a whole, so it would export the dense weights
         raise CheckpointError(f"the model is sparse: it prunes at {others[0]}. Export nm.nnx.harden(model).")

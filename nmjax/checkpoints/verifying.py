@@ -177,10 +177,10 @@ def verify(
       OSError: The file cannot be read.
 
     >>> import tempfile
-    >>> from nmjax.checkpoints import write
+    >>> import nmjax as nm
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     tensors = {"up": np.eye(32, 64, dtype=np.float16), "down": np.ones((64, 32), np.float16)}
-    ...     write(folder + "/model.safetensors", tensors)
+    ...     nm.checkpoints.write(folder + "/model.safetensors", tensors)
     ...     print(verify(folder, programs=["torch"]))
      tensor   shape     dtype     non-zero   2:4                                    torch
      ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,8 +1,12 @@
-"""Bases of pruners: with groups, with a state of their own, and made of other pruners."""
+"""Bases of pruners: with groups, with a mask, with a state of their own, and made of other pruners."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from nmjax.core.context import Ctx
 from nmjax.core.pruner import Facts, Pruner
 
 
@@ -18,8 +22,8 @@ class Grouped(Pruner):
       TypeError: ``n`` or ``m`` is not an integer.
       ValueError: ``n`` does not lie between 1 and ``m``.
 
-    >>> from nmjax.pruners import mse
-    >>> mse(2, 4).facts.block, mse(2, 4).facts.pattern, mse(2, 4).kept()
+    >>> import nmjax as nm
+    >>> nm.mse(2, 4).facts.block, nm.mse(2, 4).facts.pattern, nm.mse(2, 4).kept()
     (4, (2, 4), 0.5)
     """
 
@@ -37,6 +41,22 @@ class Grouped(Pruner):
 
     def describe(self) -> Facts:
         return super().describe()._replace(block=self.m, pattern=(self.n, self.m) if self.n < self.m else None)
+
+
+@dataclass(frozen=True, repr=False)
+class Selector(Pruner):
+    """The base of pruners that only keep or drop. A subclass defines `mask`.
+
+    >>> import nmjax as nm
+    >>> isinstance(nm.mse(2, 4), nm.Selector), nm.mse(2, 4).facts.selects
+    (True, True)
+    """
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+
+    def describe(self) -> Facts:
+        return super().describe()._replace(selects=True)
 
 
 @dataclass(frozen=True, repr=False)

@@ -45,8 +45,8 @@ class Ctx:
       partner: The norms of the rows of the product's other operand, of a shape that is broadcast with the array.
         Products set it for a pruner with ``reads_partner``.
 
-    >>> from nmjax.pruners import mvue
-    >>> mvue(2, 4)(jnp.ones(4), ctx=Ctx(key=0))
+    >>> import nmjax as nm
+    >>> nm.mvue(2, 4)(jnp.ones(4), ctx=nm.Ctx(key=0))
     Array([2., 0., 2., 0.], dtype=float32)
     """
 

@@ -31,7 +31,7 @@ def total(terms: Iterable[Num[Array, "..."]]) -> Num[Array, "..."]:
     return cast(jax.Array, sum(terms))
 
 
-def settled(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def compute_once(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return non-negative numbers unchanged, in a way that makes XLA compute them once.
 
     XLA's CPU fusion would otherwise compute everything that leads to a group's value again for every member: 20 copies
@@ -43,7 +43,7 @@ def settled(x: Float[Array, "..."]) -> Float[Array, "..."]:
     Returns:
       The same numbers.
 
-    >>> settled(jnp.array([0.0, 2.5]))
+    >>> compute_once(jnp.array([0.0, 2.5]))
     Array([0. , 2.5], dtype=float32)
     """
     return x / jnp.where(x < 0, 2, 1).astype(x.dtype)
@@ -67,9 +67,9 @@ def spread(choices: list[Bool[Array, "..."]], shape: tuple[int, ...], axis: int)
     [[True, False], [False, False]]
     """
     place, mask = lax.broadcasted_iota(jnp.int32, shape, axis), jnp.zeros(shape, bool)
-    for first in range(0, len(choices), 16):  # float32, the dtype of `settled`, is exact for 16 bits
+    for first in range(0, len(choices), 16):  # float32, the dtype of `compute_once`, is exact for 16 bits
         some = choices[first : first + 16]
-        word = settled(total(jnp.where(choice, float(1 << j), 0.0) for j, choice in enumerate(some)))
+        word = compute_once(total(jnp.where(choice, float(1 << j), 0.0) for j, choice in enumerate(some)))
         bit = (word.astype(jnp.int32) >> jnp.clip(place - first, 0, 15)) & 1 == 1
         mask = bit if len(choices) <= 16 else mask | (bit & (place >= first) & (place < first + 16))
     return mask

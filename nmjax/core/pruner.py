@@ -221,8 +221,8 @@ class Pruner(Value):
     def describe(self) -> Facts:
         """Return the facts of this pruner. A subclass changes those of ``super().describe()`` with ``_replace``.
 
-        >>> from nmjax.pruners import mse
-        >>> mse(2, 4).describe().pattern
+        >>> import nmjax as nm
+        >>> nm.mse(2, 4).describe().pattern
         (2, 4)
         """
         values = [getattr(self, f.name) for f in fields(self)]

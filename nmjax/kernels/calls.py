@@ -60,7 +60,7 @@ def run(
     """
     batch = packed.shape[:-2]
     scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
-    packed, b = jax.tree.map(underived, (packed, b))
+    packed, b = jax.tree.map(nondifferentiable, (packed, b))
     if target.devices > 1:  # the shape may be that of one device's part
         rows, columns = packed.shape[-2:]
         m, k = (columns, rows) if shape.m_major else (rows, columns)
@@ -123,12 +123,12 @@ def reference(
 
 
 @jax.custom_jvp
-def underived(v: jax.Array) -> jax.Array:
+def nondifferentiable(v: jax.Array) -> jax.Array:
     """Return a kernel's input unchanged, and refuse to differentiate it. Without this its derivative would be zero."""
     return v
 
 
-@underived.defjvp
+@nondifferentiable.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
     raise TypeError(
         "a packed or compacted product has no derivative beyond the gradient of its layer: for forward mode or a "

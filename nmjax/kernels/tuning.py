@@ -31,7 +31,7 @@ def candidates(shape: Shape, target: Target) -> list[Config]:
 def chosen(shape: Shape, target: Target) -> Tiling | None:
     """Return the tiling for a product, or None if none fits.
 
-    It is that of the same product in a table, else of the nearest one at a distance below 1, else the first candidate.
+    The tiling of the same product in a table, else of the nearest at a distance below 1, else the first candidate.
     """
     return _chosen(shape, target, table(target.kind))
 

@@ -1,9 +1,9 @@
 """Sparsity for any flax.nnx model.
 
-`sparsify` puts a `Site` into the door of each layer: the attribute that holds its product, which is ``dot_general``,
-``einsum_op`` or ``conv_general_dilated``. Nothing else changes: parameters, their paths and the model's code stay. A
-site holds what its method needs in variables of type `NM`: noise words, the time, and state such as held masks. A dense
-layer has no site. A method without noise, schedule or memory adds no arrays.
+`sparsify` gives each layer a `SiteModule`, in the attribute ``nm_site``, and a class whose call computes the layer's
+products with it. Nothing else changes: parameters, their paths and the model's code stay. A site holds what its method
+needs in variables of type `SparsityVariable`: noise words, the time, and state such as held masks. A dense layer has
+no site. A method without noise, schedule or memory adds no arrays.
 
 Time is data: one compiled program serves all steps. Only `set_step`, `reset_state`, `reseed` and `set_norms` write
 these variables. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of
@@ -43,5 +43,5 @@ from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed
 from nmjax.nnx.phases import phase as phase
 from nmjax.nnx.planning import plan as plan
-from nmjax.nnx.variables import NM as NM, Site as Site
+from nmjax.nnx.variables import SiteModule as SiteModule, SparsityVariable as SparsityVariable
 from nmjax.products.routes import Route as Route

@@ -28,8 +28,8 @@ class NotAlone(NamedTuple):
     raised: bool = False
 
 
-class Way(NamedTuple):
-    """The computation that leads to the arguments of a block, given the outputs of the blocks before it.
+class BlockInputs(NamedTuple):
+    """Computes a block's inputs from the outputs of the blocks before it.
 
     Attributes:
       needs: The numbers of these blocks, as far as the arguments of the block depend on them.
@@ -37,14 +37,14 @@ class Way(NamedTuple):
         of its call.
       compute: A function of the inputs, which returns the arrays among the arguments of the block.
       rest: The rest of these arguments.
-      forgotten: A None for each array that the block itself returns.
+      placeholders: A None for each array that the block itself returns.
     """
 
     needs: set[int]
     inputs: list[int]
     compute: Callable[..., list[Any]]
     rest: Rest
-    forgotten: list[None]
+    placeholders: list[None]
 
     def call(self, values: Sequence[Any]) -> Call:
         """Return the call of the block, given the outputs of all blocks, the state and the arrays."""
@@ -160,7 +160,7 @@ def _shapes(seen: Sequence[tuple[str, Call, Any]]) -> dict[str, Any] | NotAlone:
     return found
 
 
-def ways_to(model: Any, outputs: Mapping[str, Any], batch: Call) -> list[Way] | NotAlone:
+def ways_to(model: Any, outputs: Mapping[str, Any], batch: Call) -> list[BlockInputs] | NotAlone:
     """Return the way to each block in a call of a model.
 
     Args:
@@ -196,11 +196,11 @@ def ways_to(model: Any, outputs: Mapping[str, Any], batch: Call) -> list[Way] | 
         return refused[0] or NotAlone("given the outputs of its blocks, the model calls them in another order")
     sizes, results = [len(jax.tree.leaves(shape)) for shape in shapes], iter(program.jaxpr.outvars)
     owners = [i for i, size in enumerate(sizes) for _ in range(size)]
-    ways: list[Way] = []
+    ways: list[BlockInputs] = []
     for count, size, others in zip(counts, sizes, rests, strict=True):
         compute, inputs = _part(program, list(islice(results, count)))
         needs = {owners[i] for i in inputs if i < len(owners)}
-        ways.append(Way(needs, inputs, compute, others, [None] * size))
+        ways.append(BlockInputs(needs, inputs, compute, others, [None] * size))
     return ways
 
 

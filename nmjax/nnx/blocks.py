@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from nmjax.nnx.batches import Call, Rest
-from nmjax.nnx.between import NotAlone, Way, modules_of, outputs_of, ways_to
+from nmjax.nnx.between import BlockInputs, NotAlone, modules_of, outputs_of, ways_to
 
 
 def blocks_of(paths: Iterable[str], modules: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -67,9 +67,11 @@ class Blocks:
       paths: The paths of the blocks, in the order of their calls.
     """
 
-    def __init__(self, model: Any, paths: Sequence[str], batches: Sequence[Call], ways: Sequence[list[Way]]) -> None:
+    def __init__(
+        self, model: Any, paths: Sequence[str], batches: Sequence[Call], ways: Sequence[list[BlockInputs]]
+    ) -> None:
         self.model, self.paths, self.batches, self.ways = model, list(paths), batches, ways
-        self.outputs: list[list[list[Any]]] = [[way.forgotten for way in own] for own in ways]  # arrays, by batch
+        self.outputs: list[list[list[Any]]] = [[way.placeholders for way in own] for own in ways]  # arrays, by batch
 
         def output(graph: Any, rest: Rest, state: Any, arrays: list[Any]) -> list[Any]:
             call = rest.call(arrays)
@@ -100,7 +102,7 @@ class Blocks:
                 # a subclass, which stands in for a block, may be registered or refused
                 return NotAlone(f"the class {kind.__name__} has an __init_subclass__ of its own")
         called: list[str] = []
-        ways: dict[Hashable, list[Way]] = {}
+        ways: dict[Hashable, list[BlockInputs]] = {}
         for kind, batch in {batch.kind: batch for batch in batches}.items():
             outputs = outputs_of(model, paths, batch)
             if isinstance(outputs, NotAlone):
@@ -123,7 +125,7 @@ class Blocks:
     def of(self, model: Any) -> "Blocks":
         """Return the same blocks of a model that is alike. None has run, and what is compiled is shared."""
         made = copy(self)
-        made.model, made.outputs = model, [[way.forgotten for way in own] for own in self.ways]
+        made.model, made.outputs = model, [[way.placeholders for way in own] for own in self.ways]
         return made
 
     def module(self, number: int) -> Any:
@@ -146,4 +148,4 @@ class Blocks:
             if number in later:
                 arrays, rest = call.split()
                 outputs[number] = self._output(graph, rest, state, arrays)
-            outputs[:] = [v if i in later else ways[i].forgotten for i, v in enumerate(outputs)]
+            outputs[:] = [v if i in later else ways[i].placeholders for i, v in enumerate(outputs)]

@@ -15,7 +15,7 @@ from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import with_calls
 from nmjax.nnx.taps import Axes, Meter, Tap, axes_of
-from nmjax.nnx.variables import NM, write
+from nmjax.nnx.variables import SparsityVariable, write
 from nmjax.products.slot import slot_state
 from nmjax.pruners.input_norms import needs_norms
 from nmjax.recipes.table import Recipe
@@ -194,7 +194,7 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         )
     for path, site in chosen.items():
         norms = np.sqrt(inputs[path].squares)
-        holders = jax.tree.leaves(slot_state(site.state, "y_w"), is_leaf=lambda v: isinstance(v, NM))
+        holders = jax.tree.leaves(slot_state(site.state, "y_w"), is_leaf=lambda v: isinstance(v, SparsityVariable))
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if not holders:
             raise ValueError(

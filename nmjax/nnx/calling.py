@@ -10,6 +10,7 @@ from nmjax.programs.rewriting import Rewriter
 from nmjax.programs.running import Result, results
 
 Path = tuple[Any, ...]
+FLAX = ("_pytree__", "_object__")  # attributes in which Flax keeps a module's bookkeeping
 
 
 def call_with(
@@ -36,7 +37,7 @@ def call_with(
     whole: Any = (dense, [v for v in jax.tree.leaves((args, options), is_leaf=_is_node) if _is_node(v)])
     graph, state = nnx.split(whole)
     changed: dict[Path, nnx.Variable[Any]] = {}
-    left: list[tuple[Path, str]] = []  # arrays that the method leaves in attributes
+    left: list[tuple[Path, str]] = []  # attributes that the method sets
 
     def call(values: dict[str, Any], *args: Any, **options: Any) -> tuple[Any, list[Any], list[Any]]:
         copy = nnx.merge(graph, state, copy=True)
@@ -44,7 +45,7 @@ def call_with(
             args = (*args[:argument], *values.values(), *args[argument:])
         for name, value in values.items() if argument is None else ():
             getattr(copy[0], name).set_value(value)
-        before, held = {path: v.get_raw_value() for path, v in _variables(copy)}, _arrays(copy)
+        before, held = {path: v.get_raw_value() for path, v in _variables(copy)}, _attributes(copy)
         nodes = iter(copy[1])
         given = jax.tree.map(lambda v: next(nodes) if _is_node(v) else v, (args, options), is_leaf=_is_node)
         y = method(copy[0], *given[0], **given[1])
@@ -53,7 +54,7 @@ def call_with(
             for path, v in _variables(copy)
             if path not in before or not _same(v.get_raw_value(), before[path])
         )
-        now = {at: v for at, v in _arrays(copy).items() if held.get(at) is not v}
+        now = {at: v for at, v in _attributes(copy).items() if held.get(at) is not v}
         left.extend(now)
         return y, [v.get_raw_value() for v in changed.values()], [*now.values()]
 
@@ -63,7 +64,7 @@ def call_with(
         return result.value
 
     is_result = lambda v: isinstance(v, Result)
-    y, new, arrays = results(call, values, args, options, rewriter, {}, _is_node)
+    y, new, attributes = results(call, values, args, options, rewriter, {}, _is_node)
     old, owners = dict(_variables(whole)), {**dict(nnx.iter_modules(whole)), (0,): layer}
     for (path, variable), raw in zip(changed.items(), new, strict=True):
         itself = [path == (0, v.parameter.path) for v in jax.tree.leaves(raw, is_leaf=is_result) if v.parameter]
@@ -73,16 +74,17 @@ def call_with(
                 old[path].set_raw_value(raw)
             elif path[:-1] in owners:
                 setattr(owners[path[:-1]], path[-1], nnx.data(variable.replace(raw)))
-    for (path, name), array in zip(left, arrays, strict=True):
+    for (path, name), attribute in zip(left, attributes, strict=True):
         if path in owners:
-            setattr(owners[path], name, value(array))
+            setattr(owners[path], name, jax.tree.map(value, attribute, is_leaf=is_result))
     return jax.tree.map(value, y, is_leaf=is_result)
 
 
-def _arrays(tree: Any) -> dict[tuple[Path, str], Any]:
-    """Return the arrays that modules have as attributes, by the path of the module and the attribute."""
-    modules = nnx.iter_modules(tree)
-    return {(path, name): v for path, m in modules for name, v in vars(m).items() if isinstance(v, jax.Array)}
+def _attributes(tree: Any) -> dict[tuple[Path, str], Any]:
+    """Return the attributes of modules that hold no module and no variable, by the module's path and their names."""
+    plain = lambda v: not any(map(_is_node, jax.tree.leaves(v, is_leaf=_is_node)))
+    held = ((path, name, v) for path, m in nnx.iter_modules(tree) for name, v in vars(m).items())
+    return {(path, name): v for path, name, v in held if not name.startswith(FLAX) and plain(v)}
 
 
 def _is_node(v: Any) -> bool:

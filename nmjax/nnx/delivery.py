@@ -15,7 +15,7 @@ from nmjax.nnx.layers import layers, read, shape, stacked, value
 from nmjax.nnx.phases import check_phase
 from nmjax.nnx.recording import other_uses, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
-from nmjax.nnx.variables import NM, Site, write
+from nmjax.nnx.variables import SiteModule, SparsityVariable, write
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import sites
 from nmjax.programs.running import is_array
@@ -145,7 +145,7 @@ def put_site(
         return
     stack = axes if axes in layer.stacks else layer.stack
     origin = layer.origin._replace(sparsity=sparsity)
-    site = Site(origin, backend, layer.rank, stack, layer.product)
+    site = SiteModule(origin, backend, layer.rank, stack, layer.product)
     layer.put(site)
     made = sites.Site.new(stacked(layer, origin), shape(layer), seed)
     variable = lambda v, state: _variable(layer, sites.stored(v, stack, layer.rank), state)
@@ -159,7 +159,7 @@ def put_site(
         site.state = nnx.data(jax.tree.map(partial(variable, state=True), state))
 
 
-def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
+def _variable(layer: Layer, value: jax.Array, state: bool) -> SparsityVariable:
     """Return a variable that is sharded like the weight.
 
     Stacking axes keep the weight's sharding. In a state, so do all axes of the same size as the weight's.
@@ -172,9 +172,9 @@ def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
     if isinstance(sharding, NamedSharding) and not isinstance(value, jax.core.Tracer):
         value = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec(*names(sharding.spec))))
     if not metadata.get("out_sharding"):
-        return NM(value)
+        return SparsityVariable(value)
     mesh = {"mesh": metadata["mesh"]} if "mesh" in metadata else {}
-    return NM(value, out_sharding=names(metadata["out_sharding"]), **mesh)
+    return SparsityVariable(value, out_sharding=names(metadata["out_sharding"]), **mesh)
 
 
 # ---- time and state ----
@@ -264,7 +264,7 @@ def reseed(model: Any, seed: Any) -> None:
             write(site.words, sites.stored(sites.site_words(seed, layer.path, sizes), layer.stack, layer.rank))
 
 
-def _with_sites(model: Any) -> list[tuple[Layer, Site]]:
+def _with_sites(model: Any) -> list[tuple[Layer, SiteModule]]:
     return [(layer, layer.site) for layer in layers(model) if layer.site is not None]
 
 

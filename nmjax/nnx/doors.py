@@ -18,7 +18,7 @@ from flax import nnx
 from nmjax.models.moe import Experts
 from nmjax.models.transformer import Scores
 from nmjax.nnx.calling import call_with
-from nmjax.nnx.variables import Site
+from nmjax.nnx.variables import SiteModule
 from nmjax.programs.rewriting import Product, Rewriter
 
 SITE = "nm_site"
@@ -290,7 +290,7 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
         argument = doors[0].argument
         values = {w: weight_of(self, w) if argument is None else args[argument] for w in sites}
         for weight, site in sites.items():
-            if isinstance(site, Site):
+            if isinstance(site, SiteModule):
                 site.check_one_layer(getattr(self, weight).shape)
         multiplied: set[str] = set()
         others: dict[str, list[str]] = {}
@@ -303,7 +303,7 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
         dense = without_sites(self)
         y = call_with(self, dense, plain, args, options, values, Rewriter(compute, seen), argument)
         for weight, site in sites.items():
-            if isinstance(site, Site) and (weight not in multiplied or weight in others):
+            if isinstance(site, SiteModule) and (weight not in multiplied or weight in others):
                 does = f"uses it in {others[weight][0]} too" if weight in others else "multiplies no input by it"
                 raise ValueError(
                     f"{site.name}: a door names {weight!r}, of shape {values[weight].shape}, and in this call "

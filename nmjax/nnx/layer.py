@@ -24,7 +24,7 @@ from nmjax.nnx.doors import (
     weight_of,
     without_sites,
 )
-from nmjax.nnx.variables import Site
+from nmjax.nnx.variables import SiteModule
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Operand, shape_of
 from nmjax.products.sparsity import Sparsity
@@ -37,7 +37,7 @@ Shapes = tuple[tuple[tuple[Any, ...], jax.ShapeDtypeStruct], ...]
 
 
 class Example(NamedTuple):
-    """An operation, the shapes of its operands, and the way from the weight to its operand.
+    """An operation, the shapes of its operands, and the layout changes from the weight to its operand.
 
     Attributes:
       op: The operation.
@@ -168,9 +168,9 @@ class Layer:
         object.__setattr__(self.module, "__class__", kind)  # Flax would list the class among the attributes
 
     @property
-    def site(self) -> Site | None:
+    def site(self) -> SiteModule | None:
         """The site that `sparsify` put into the layer; None if it is dense."""
-        return self.inside if isinstance(self.inside, Site) else None
+        return self.inside if isinstance(self.inside, SiteModule) else None
 
     @property
     def sparsity(self) -> Sparsity:
@@ -255,7 +255,7 @@ class Layer:
         return [way for way in ways if self.steps.shape(own(way)) == operand] or [()]
 
     def stacked(self, axes: tuple[int, ...] | None) -> "Layer":
-        """Return the layer with these stacking axes; or itself, if it finds them or if they do not fit."""
+        """Override the inferred stack axes, if these fit and differ from them."""
         if axes is None or self.door.shape is not None or axes in self.stacks or self.door.examples is None:
             return self
         try:
@@ -267,7 +267,7 @@ class Layer:
     # ---- the product ----
 
     def example(self, tokens: int) -> Example | None:
-        """Return one layer's product on so many tokens; None if only a call says which product it is."""
+        """Return the layer's product for ``tokens`` tokens; None if only a call says which product it is."""
         if self.called is not None:
             return self.called
         traced = None if self.door.examples is None else self._traced(tokens, self.stack)
@@ -288,7 +288,7 @@ class Layer:
 
     @property
     def steps(self) -> Parameter:
-        """The way from the weight, as `weight` returns it, to the operand of its product; the same for layers alike."""
+        """Layout changes from the weight, as `weight` returns it, to its operand."""
         product = self.product
         return Parameter("", () if product is None else product.steps)
 

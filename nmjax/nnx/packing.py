@@ -12,7 +12,7 @@ from nmjax.kernels.targets import target
 from nmjax.nnx.layer import Example, Layer
 from nmjax.nnx.layers import layers, read, value
 from nmjax.nnx.recording import products_of_call
-from nmjax.nnx.variables import NM, Site
+from nmjax.nnx.variables import SiteModule, SparsityVariable
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.weights import packed_weight
 from nmjax.programs.sites import context
@@ -56,7 +56,7 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
     return by_path
 
 
-def _forms(layer: Layer, site: Site, products: Sequence[Example]) -> dict[FormKey, Form]:
+def _forms(layer: Layer, site: SiteModule, products: Sequence[Example]) -> dict[FormKey, Form]:
     """Return the forms in which the products of a layer, or of a stack, take its weight."""
 
     def one(weight: jax.Array, words: Any, time: Any, state: Any) -> dict[FormKey, Form]:
@@ -97,7 +97,7 @@ def packed(model: Any, forms: Mapping[str, Mapping[FormKey, Form]]) -> Iterator[
         )
     before = {path: sites[path].packed for path in forms}
     for path, by_key in forms.items():
-        sites[path].packed = nnx.data(jax.tree.map(NM, by_key))
+        sites[path].packed = nnx.data(jax.tree.map(SparsityVariable, by_key))
     try:
         yield
     finally:

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import jax
 
 from nmjax.nnx.layers import layers
-from nmjax.nnx.variables import Site
-from nmjax.products.fit import of_sparse_layer
+from nmjax.nnx.variables import SiteModule
+from nmjax.products.fit import assuming_features_fit
 
 Model = TypeVar("Model")
 
@@ -44,7 +44,7 @@ def phase(model: Model, step: int | None) -> Model:
     """
     step = None if step is None else _known_step(step)
     with_sites = [layer.site for layer in layers(model) if layer.site is not None]
-    changing = [(site, phases) for site in with_sites if (phases := of_sparse_layer(site.sparsity).phases)]
+    changing = [(site, phases) for site in with_sites if (phases := assuming_features_fit(site.sparsity).phases)]
     if not with_sites:
         raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
     if not changing and step is not None:
@@ -74,7 +74,7 @@ def _known_step(step: Any) -> int:
     return known
 
 
-def check_phase(site: Site, step: Any) -> None:
+def check_phase(site: SiteModule, step: Any) -> None:
     """Raise an error if a step is known and lies in another phase than the model's.
 
     Args:
@@ -83,7 +83,7 @@ def check_phase(site: Site, step: Any) -> None:
     """
     if site.phase is None or isinstance(step, jax.core.Tracer):
         return
-    starts = (0, *of_sparse_layer(site.sparsity).phases)
+    starts = (0, *assuming_features_fit(site.sparsity).phases)
     if max((start for start in starts if start <= int(step)), default=0) != site.phase:
         raise ValueError(
             f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "

@@ -1,4 +1,4 @@
-"""The pruned product that `sparsify` puts into a layer (a `Site`), and its variables (`NM`)."""
+"""The pruned product that `sparsify` puts into a layer (a `SiteModule`), and its variables (`SparsityVariable`)."""
 
 import math
 from collections.abc import Callable, Generator
@@ -13,7 +13,7 @@ from jax import lax
 from nmjax.core.context import Ctx
 from nmjax.products import rule
 from nmjax.products.activated import activated_dot
-from nmjax.products.fit import of_sparse_layer
+from nmjax.products.fit import assuming_features_fit
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
@@ -23,29 +23,29 @@ from nmjax.programs.sites import Origin, context, first
 from nmjax.pruners import identity
 
 
-class NM(nnx.Variable[jax.Array]):
+class SparsityVariable(nnx.Variable[jax.Array]):
     """The variable type of all that a sparse layer holds in addition to its parameters: noise words, time and state.
 
     These variables have no gradient, and optimizers do not change them. They have the rank of the layer's kernel, so
     they can be stacked and sharded along the same axes. Use the type in filters, and in the axes of `nnx.scan` and
     `nnx.vmap`::
 
-        nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
-    >>> print(*sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nm.nnx.NM))))
+    >>> print(*sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nm.nnx.SparsityVariable))))
     time words
     """
 
 
-class Site(nnx.Module):
+class SiteModule(nnx.Module):
     """The pruned product of a layer, in its attribute ``nm_site``.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
     >>> model.nm_site
-    Site(
+    SiteModule(
       y_w=ste(mse(2,4))
     )
     """
@@ -71,9 +71,9 @@ class Site(nnx.Module):
         self.phase: int | None = None  # the first step of the phase that `nmjax.nnx.phase` has set
         self.backend = backend
         self.rank, self.stack = rank, stack
-        self.words: NM | None = None
-        self.time: NM | None = None
-        # A tree of NM: the pruners' states, padded with axes of size 1 to the kernel's rank.
+        self.words: SparsityVariable | None = None
+        self.time: SparsityVariable | None = None
+        # A tree of SparsityVariable: the pruners' states, padded with axes of size 1 to the kernel's rank.
         self.state: Any = nnx.data(None)
         self.ranks: tuple[int, ...] = ()  # the rank of each part of the state before padding
         self.packed: Any = None  # the weight's forms for kernels, inside `packed`
@@ -140,12 +140,12 @@ class Site(nnx.Module):
         stacked = [v.shape for v, rank in ranked if v is not None and v.ndim != max(self.rank, rank)]
         stacked += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
         if len(kernel) != self.rank or stacked:
-            variable = f" and an NM variable of shape {stacked[0]}" if stacked else ""
+            variable = f" and a SparsityVariable of shape {stacked[0]}" if stacked else ""
             raise ValueError(
-                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but a kernel and the NM variables "
-                f"of one layer have {self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM "
-                "along the same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None}). If sparsify took the "
-                "stack for one layer, name its axis: sparsify(..., stack=0)."
+                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but those of one layer have "
+                f"{self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.SparsityVariable along "
+                "the same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None}). If sparsify took "
+                "the stack for one layer, name its axis: sparsify(..., stack=0)."
             )
         if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
             raise TypeError(
@@ -156,7 +156,7 @@ class Site(nnx.Module):
     @property
     def now(self) -> Sparsity:
         """The method of the layer's products: in the phase that `nmjax.nnx.phase` has set, or at all steps."""
-        return self.sparsity if self.phase is None else of_sparse_layer(self.sparsity).at(self.phase)
+        return self.sparsity if self.phase is None else assuming_features_fit(self.sparsity).at(self.phase)
 
     @property
     def sparsity(self) -> Sparsity:
@@ -184,13 +184,13 @@ class Site(nnx.Module):
         return words, time, jax.tree.map(lambda v: value(v, next(ranks)), self.state, is_leaf=_is_variable)
 
     @property
-    def variables(self) -> list[NM]:
+    def variables(self) -> list[SparsityVariable]:
         """The variables of the state."""
         return jax.tree.leaves(self.state, is_leaf=_is_variable)
 
 
 def _is_variable(v: Any) -> bool:
-    return isinstance(v, NM)
+    return isinstance(v, SparsityVariable)
 
 
 def _short(value: Any) -> str:

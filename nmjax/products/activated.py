@@ -17,7 +17,15 @@ from nmjax.kernels.activations import Activation, known
 from nmjax.products.applying import StaticProduct
 from nmjax.products.forms import Form, FormKey, can_fuse, pack_gradient
 from nmjax.products.operations import as_dot
-from nmjax.products.rule import Inputs, Residuals, prepare, ruled, ruled_backward, ruled_forward, summed_as
+from nmjax.products.rule import (
+    Inputs,
+    Residuals,
+    prepare,
+    pruned_product,
+    pruned_product_backward,
+    pruned_product_forward,
+    summed_as,
+)
 from nmjax.products.sparsity import Sparsity
 
 
@@ -42,9 +50,14 @@ def activated_dot(
     op = as_dot(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type)
     call = prepare(op, x, w, sparsity, ctx, backend, name=name, packed=packed)
     one_dtype = bias is None or bias.dtype == jax.eval_shape(op, x, w).dtype
-    if call.run is ruled and one_dtype and known(activation) and can_fuse(call.product.routes, call.product.sparsity):
+    if (
+        call.run is pruned_product
+        and one_dtype
+        and known(activation)
+        and can_fuse(call.product.routes, call.product.sparsity)
+    ):
         return _fused(activation, call.product, call.x, call.w, bias, call.inputs)
-    return activation(_add_bias(call(), bias))
+    return activation(_add_bias(call.compute(), bias))
 
 
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -55,7 +68,7 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _fused(
     activation: Activation, product: StaticProduct, x: jax.Array, w: jax.Array, bias: jax.Array | None, inputs: Inputs
 ) -> jax.Array:
-    return activation(_add_bias(ruled(product, x, w, inputs), bias))
+    return activation(_add_bias(pruned_product(product, x, w, inputs), bias))
 
 
 class _Residuals(NamedTuple):
@@ -75,7 +88,7 @@ class _Residuals(NamedTuple):
 def _forward(
     activation: Activation, product: StaticProduct, x: jax.Array, w: jax.Array, bias: jax.Array | None, inputs: Inputs
 ) -> tuple[jax.Array, _Residuals]:
-    y, residuals = ruled_forward(product, x, w, inputs)
+    y, residuals = pruned_product_forward(product, x, w, inputs)
     h = _add_bias(y, bias)
     return activation(h), _Residuals(residuals, h, bias)
 
@@ -85,7 +98,7 @@ def _backward(activation: Activation, product: StaticProduct, kept: _Residuals, 
     assert product.routes is not None
     ctx = residuals.inputs.ctx
     of_inputs, forms = pack_gradient(product.routes, product.sparsity, activation, inputs, g, ctx)
-    dx, dw, _ = ruled_backward(product, residuals, of_inputs, forms)
+    dx, dw, _ = pruned_product_backward(product, residuals, of_inputs, forms)
     db = None if bias is None else summed_as(jnp.sum(of_inputs, tuple(range(g.ndim - 1))), bias)
     return dx, dw, db, None
 

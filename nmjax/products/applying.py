@@ -19,7 +19,7 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 from nmjax.pruners.whole_rows import rows
 
-OTHER = {  # slot -> the slot of the other operand of its product
+PARTNER_SLOT = {  # slot -> the slot of the other operand of its product
     mine: theirs for slots in OPERANDS.values() for mine, theirs in (tuple(slots.values()), tuple(slots.values())[::-1])
 }
 
@@ -83,7 +83,7 @@ def _partner(
     """Return the norms of the rows of a product's other operand, if the slot's pruner reads them."""
     if values is None or not slot.pruner.facts.reads_partner:
         return None
-    other = OTHER[slot.name]
+    other = PARTNER_SLOT[slot.name]
     value = without_strides(product.op, values[other])[1] if other == "dw_x" else values[other]
     return partner_norms(axes[slot.name], values[slot.name].ndim, value, axes[other])
 
@@ -95,7 +95,7 @@ def check_partner(product: StaticProduct, slot: Slot, x: Shaped, w: Shaped) -> N
         raise ValueError(f"{_label(product, slot.name, slot.pruner)}: {refusal}")
 
 
-def few_rows(
+def gather_rows(
     product: StaticProduct, slot: Slot, values: Mapping[str, Any], axes: Mapping[str, Operand], ctx: Ctx
 ) -> Rows:
     """Return the rows of an operand that a slot keeps.
@@ -116,7 +116,7 @@ def few_rows(
         return Rows(few, choice.places)
 
 
-def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Operand], few: Rows) -> jax.Array:
+def gather_matching_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Operand], few: Rows) -> jax.Array:
     """Return the rows of the other operand of a product that a slot has chosen.
 
     Args:
@@ -155,11 +155,11 @@ def kept_of_x(
     slot, axes = product.sparsity.slots["dw_x"], product.operands(x, w)
     value = unpruned if slot.raw else x
     if ("dw", "x") in product.compacted:
-        return few_rows(product, slot, {slot.name: value}, axes, ctx)
+        return gather_rows(product, slot, {slot.name: value}, axes, ctx)
     by_kernel = product.routes is not None and product.routes["dw"].takes("x")  # its form of x is kept
     pattern = packed_pattern(slot.pattern, x, axes[slot.name])
     if by_kernel or pattern is None:
         return None
-    pruned = prune_slot(product, slot, slot.pruner, value, axes, ctx, extra=extra)
+    value = prune_slot(product, slot, slot.pruner, value, axes, ctx, extra=extra)
     with jax.named_scope(slot.name):
-        return pack(pruned, axes[slot.name], pattern)
+        return pack(value, axes[slot.name], pattern)

@@ -57,7 +57,7 @@ def fitting(
 
 
 @lru_cache
-def of_sparse_layer(sparsity: Sparsity) -> Sparsity:
+def assuming_features_fit(sparsity: Sparsity) -> Sparsity:
     """Return the method of a layer whose features are known to fit, as those of a sparse layer are.
 
     What ``else dense`` still decides there is the number of tokens. So the layer can have more phases than its method.
@@ -67,7 +67,7 @@ def of_sparse_layer(sparsity: Sparsity) -> Sparsity:
 
     >>> import nmjax as nm
     >>> sparsity = nm.parse("mdgf(2,4,linear(1,0,60,begin=10)) else dense")
-    >>> sparsity.phases, of_sparse_layer(sparsity).phases
+    >>> sparsity.phases, assuming_features_fit(sparsity).phases
     ((70,), (11, 70))
     """
     given = sparsity.else_dense

@@ -47,7 +47,7 @@ class FormKey(NamedTuple):
     format: str
 
 
-class Source(NamedTuple):
+class KernelInput(NamedTuple):
     """The input of the kernel that makes a form, and what that kernel still has to do.
 
     Attributes:
@@ -68,13 +68,13 @@ class Source(NamedTuple):
     rounding_key: Any = None
 
 
-class Want(NamedTuple):
+class FormRequest(NamedTuple):
     """A form that a product needs."""
 
     product: str
     packed: bool
     format: str | None
-    source: Source
+    source: KernelInput
 
 
 class OperandValue(NamedTuple):
@@ -116,7 +116,7 @@ def make_forms(
         forms = _packed_before(routes, products, packed)
     products = [product for product in products if product not in forms]
     fused = _fuses(routes, sparsity, operand.name, products)
-    wants = [_want(routes, sparsity, product, operand, ctx, prune, fused) for product in products]
+    wants = [_form_request(routes, sparsity, product, operand, ctx, prune, fused) for product in products]
     forms |= _in_16_bits(routes, operand.name, [want for want in wants if want.format is None])
     forms |= _in_fp8(routes, operand.name, [want for want in wants if want.format is not None])
     return forms
@@ -141,7 +141,7 @@ def _packed_before(
             raise ValueError(
                 f"{routes.name or 'a product'}: its weight has shape {layout.w.shape}, but its packed form has shape "
                 f"{shape}. If layers are stacked, slice the packed forms with the kernels: "
-                "nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+                "nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})."
             )
         forms[product] = form
     return forms
@@ -161,10 +161,10 @@ def key_of_weight(routes: Routes, product: str) -> FormKey:
 # ---- which forms are needed, and from which arrays ----
 
 
-def _want(
+def _form_request(
     routes: Routes, sparsity: Sparsity, product: str, operand: OperandValue, ctx: Ctx, prune: PruneByXla,
     fused: Callable[[Pruner], bool],
-) -> Want:  # fmt: skip
+) -> FormRequest:  # fmt: skip
     """Return the form that a product needs of an operand, and the array that it is made from.
 
     If the kernel can apply the pruner, the form is made from the array that the slot prunes; otherwise from the array
@@ -186,7 +186,9 @@ def _want(
     if pruning_slot.core is not None and fused(pruning_slot.core) and array is not None and not simulated:
         inner = pruning_slot.core_context(ctx)
         key = inner.key if pruning_slot.core.facts.stochastic else None
-        return Want(product, packed, format, Source(array, pruning_slot.core, along, key, inner.state, *rounding))
+        return FormRequest(
+            product, packed, format, KernelInput(array, pruning_slot.core, along, key, inner.state, *rounding)
+        )
     value = operand.value
     if not by_forward:
         assert array is not None
@@ -194,7 +196,9 @@ def _want(
     elif simulated and slot.storage is not None:
         with jax.named_scope(slot.name):
             value = slot.storage(value)
-    return Want(product, packed, format, Source(value, identity, CONTRACTED[product], None, None, *rounding))
+    return FormRequest(
+        product, packed, format, KernelInput(value, identity, CONTRACTED[product], None, None, *rounding)
+    )
 
 
 def needs_unpruned(routes: Routes | None, sparsity: Sparsity, operand: str) -> bool:
@@ -233,7 +237,7 @@ def _axis(routes: Routes, operand: str, axis: str) -> int:
     return routes.layout.matrix(operand).axes.index(axis) - 2
 
 
-def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
+def _in_16_bits(routes: Routes, operand: str, wants: Sequence[FormRequest]) -> dict[str, Form]:
     if _one_mask(wants) and fault(routes.device, (BOTH,)) is None:
         array = matrix(routes, operand, wants[0].source.array)
         with _scope(operand, wants):
@@ -251,12 +255,12 @@ def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str
     return forms
 
 
-def _scope(operand: str, wants: Iterable[Want]) -> Any:
+def _scope(operand: str, wants: Iterable[FormRequest]) -> Any:
     """Return the `jax.named_scope` that forms are made in: their slots, as in "y_w+dx_w"."""
     return jax.named_scope("+".join(OPERANDS[want.product][operand] for want in wants))
 
 
-def _one_mask(wants: Sequence[Want]) -> bool:
+def _one_mask(wants: Sequence[FormRequest]) -> bool:
     """Return True if there are two forms of one array, and one mask, 2:4 along both axes, serves both."""
     two = len(wants) == 2 and wants[0].source.array is wants[1].source.array
     return two and all(
@@ -264,9 +268,9 @@ def _one_mask(wants: Sequence[Want]) -> bool:
     )
 
 
-def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
+def _in_fp8(routes: Routes, operand: str, wants: Sequence[FormRequest]) -> dict[str, Form]:
     """Return forms in FP8, contiguous along the contracted axis. Forms that `_read_together` allows share a pass."""
-    batches: list[list[Want]] = []
+    batches: list[list[FormRequest]] = []
     for want in wants:
         batch = next((b for b in batches if _read_together(b[0].source, want.source)), None)
         if batch is None:
@@ -288,7 +292,7 @@ def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Fo
     return forms
 
 
-def _copy(routes: Routes, operand: str, want: Want) -> Copy:
+def _copy(routes: Routes, operand: str, want: FormRequest) -> Copy:
     assert want.format is not None
     return Copy(
         want.format,
@@ -300,7 +304,7 @@ def _copy(routes: Routes, operand: str, want: Want) -> Copy:
     )
 
 
-def _read_together(a: Source, b: Source) -> bool:
+def _read_together(a: KernelInput, b: KernelInput) -> bool:
     """Return True if one kernel call can make both forms: they read one array, and do not need two keys for pruning,
     two keys for rounding, or two states."""
     if a.array is not b.array:

@@ -41,9 +41,9 @@ def dot_general(
       TypeError: If an operand that is pruned is not of floating-point values.
       ValueError: If groups do not fit, or a key or a state is missing.
 
-    >>> from nmjax.recipes.methods import ste
+    >>> import nmjax as nm
     >>> x, w = jnp.ones((1, 4)), jnp.array([[1.], [2.], [3.], [4.]])
-    >>> dot_general(x, w, (((1,), (0,)), ((), ())), sparsity=ste(2, 4))
+    >>> nm.dot_general(x, w, (((1,), (0,)), ((), ())), sparsity=nm.methods.ste(2, 4))
     Array([[7.]], dtype=float32)
     """
     op = as_dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
@@ -62,9 +62,10 @@ def conv_general_dilated(
     Groups lie along channels, and for dw along batch and space. The arguments are those of
     `jax.lax.conv_general_dilated`, and the others those of `dot_general`.
 
-    >>> from nmjax.recipes.methods import ste
+    >>> import nmjax as nm
     >>> x, w = jnp.ones((1, 5, 4)), jnp.ones((3, 4, 8))
-    >>> conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), sparsity=ste(2, 4)).shape
+    >>> dims, sparsity = ("NWC", "WIO", "NWC"), nm.methods.ste(2, 4)
+    >>> nm.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=dims, sparsity=sparsity).shape
     (1, 5, 8)
     """
     op = as_conv(
@@ -96,9 +97,9 @@ def ragged_dot(
       TypeError: If an operand that is pruned is not of floating-point values.
       ValueError: If shapes or groups do not fit, or a key or a state is missing.
 
-    >>> from nmjax.recipes.methods import ste
+    >>> import nmjax as nm
     >>> x, w = jnp.ones((3, 4)), jnp.array([[[1.], [2.], [3.], [4.]], [[8.], [7.], [6.], [5.]]])
-    >>> ragged_dot(x, w, jnp.array([1, 2]), sparsity=ste(2, 4)).tolist()
+    >>> nm.ragged_dot(x, w, jnp.array([1, 2]), sparsity=nm.methods.ste(2, 4)).tolist()
     [[7.0], [15.0], [15.0]]
     """
     op = as_ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)

@@ -37,18 +37,18 @@ class Entries(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Like:
+class Aval:
     """The type of an operand that is not kept."""
 
     type: jax.ShapeDtypeStruct
 
 
-def like(x: jax.Array) -> Like:
+def like(x: jax.Array) -> Aval:
     """Return the type of an array."""
     kind = jax.typeof(x)
     sharding = None if kind.sharding.mesh.empty else kind.sharding
     manual = kind.manual_axis_type
-    return Like(jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, manual_axis_type=manual))
+    return Aval(jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, manual_axis_type=manual))
 
 
 def packed_pattern(pattern: Pattern | None, x: jax.Array, operand: Operand) -> Pattern | None:

@@ -118,9 +118,9 @@ def space_left(shape: tuple[int, ...], p: Pruner, operand: Operand) -> tuple[int
       p: The pruner.
       operand: Where its axes lie.
 
-    >>> from nmjax.pruners import mse
+    >>> import nmjax as nm
     >>> g = Operand((0, 1, 2), (3,), space=(1, 2))
-    >>> space_left((2, 4, 4, 8), mse(2, 4), g), space_left((2, 6, 6, 8), mse(2, 4), g)
+    >>> space_left((2, 4, 4, 8), nm.mse(2, 4), g), space_left((2, 6, 6, 8), nm.mse(2, 4), g)
     ((1, 2), ())
     """
     count = merging.innermost(shape, operand.contract, p.facts.block * operand.runs) or 0
@@ -285,8 +285,8 @@ def prune(
       TypeError: If ``pruner`` is no pruner, or ``x`` is not of floating-point values.
       ValueError: If the axis does not divide into groups, or a key or a state is missing.
 
-    >>> from nmjax.pruners import mse, mvue
-    >>> prune(mse(2, 4), jnp.array([1., -2., 3., -4.]))
+    >>> import nmjax as nm
+    >>> nm.prune(nm.mse(2, 4), jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  3., -4.], dtype=float32)
     """
     if not isinstance(pruner, Pruner):

@@ -31,14 +31,14 @@ from nmjax.core.value import told
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products.applying import (
-    OTHER,
+    PARTNER_SLOT,
     StaticProduct,
     check_partner,
-    few_rows,
+    gather_matching_rows,
+    gather_rows,
     kept_of_x,
     prune_slot,
     reads_partner,
-    same_rows,
 )  # fmt: skip
 from nmjax.products.compaction import Rows, without_strides
 from nmjax.products.fit import backward_values, fitting
@@ -51,7 +51,7 @@ from nmjax.products.forms import (
     product_of_forms,
     products_of,
 )
-from nmjax.products.keeping import KEPT, Entries, Like, like, unpack
+from nmjax.products.keeping import KEPT, Aval, Entries, like, unpack
 from nmjax.products.layout import CONTRACTED, OPERANDS
 from nmjax.products.operations import Conv, Dot, Operation, plain_vmap_error
 from nmjax.products.pruning import Shaped, merged_operand
@@ -65,15 +65,15 @@ class Inputs(NamedTuple):
     """The inputs of a layer besides its pruned operands.
 
     Attributes:
-      lhs, rhs: The unpruned operands. Each is None unless a `raw` slot, a kernel that prunes, or a choice of rows in
-        the forward product reads it.
+      unpruned_x, unpruned_w: The operands before pruning. Each is None unless a `raw` slot, a kernel that prunes, or
+        a choice of rows in the forward product reads it.
       ctx: Key, step and state.
       packed: The result of `nmjax.products.weights.packed_weight`, or None.
       extra: The operands of the operation after the first two.
     """
 
-    lhs: jax.Array | None
-    rhs: jax.Array | None
+    unpruned_x: jax.Array | None
+    unpruned_w: jax.Array | None
     ctx: Ctx
     packed: Mapping[FormKey, Form] | None
     extra: tuple[jax.Array, ...]
@@ -87,7 +87,7 @@ class Call(NamedTuple):
     """A product that is ready to be computed: its operands are pruned, and its routes are chosen.
 
     Attributes:
-      run: The function that computes it: `_plain`, `_derived` or `ruled`.
+      run: The function that computes it: `_plain`, `_derived` or `pruned_product`.
       product: The static arguments.
       x, w: The operands as the forward product uses them.
       inputs: The other inputs.
@@ -99,8 +99,8 @@ class Call(NamedTuple):
     w: jax.Array
     inputs: Inputs
 
-    def __call__(self) -> jax.Array:
-        """Compute the product."""
+    def compute(self) -> jax.Array:
+        """Return the product."""
         return self.run(self.product, self.x, self.w, self.inputs)
 
 
@@ -121,7 +121,7 @@ def bilinear(
       packed: The weight's forms, from `nmjax.products.weights.packed_weight`.
       extra: The operands that the operation takes after these two: the sizes of a `RaggedDot`.
     """
-    return prepare(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed, extra=extra)()
+    return prepare(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed, extra=extra).compute()
 
 
 def prepare(
@@ -159,7 +159,7 @@ def prepare(
         extra,
     )
     y_alone = routes is None or not (routes["dx"].uses_forms or routes["dw"].uses_forms)
-    return Call(_derived if forward_only and y_alone else ruled, product, x, w, inputs)
+    return Call(_derived if forward_only and y_alone else pruned_product, product, x, w, inputs)
 
 
 def _plain(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
@@ -199,8 +199,8 @@ def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
-    """Compute y. The gradients of x and w are those of `ruled_backward`."""
+def pruned_product(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+    """Compute y. The gradients of x and w are those of `pruned_product_backward`."""
     return _forward(product, x, w, inputs, ("y",))[0]
 
 
@@ -211,18 +211,18 @@ def _forward(
     op, routes = product.op, product.routes
     forms: Forms = {}
     if routes is not None:
-        by_xla = partial(prune_slot, product, axes=product.operands(x, w), ctx=inputs.ctx)
+        prune_here = partial(prune_slot, product, axes=product.operands(x, w), ctx=inputs.ctx)
         forms = {
-            operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
-            for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
+            operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, prune_here, products)
+            for operand in (OperandValue("x", x, inputs.unpruned_x), OperandValue("w", w, inputs.unpruned_w))
         }
     stored = lambda name: _stored(product, name, x if name == "y_x" else w)
     chosen = dict(product.compacted).get("y")
     if chosen is not None:
         slot, axes = product.sparsity.slots[OPERANDS["y"][chosen]], product.operands(x, w)
-        few = few_rows(product, slot, {"y_x": inputs.lhs, "y_w": inputs.rhs}, axes, inputs.ctx)
-        other = OTHER[slot.name]
-        theirs = same_rows(stored(other), slot, other, axes, few)
+        few = gather_rows(product, slot, {"y_x": inputs.unpruned_x, "y_w": inputs.unpruned_w}, axes, inputs.ctx)
+        other = PARTNER_SLOT[slot.name]
+        theirs = gather_matching_rows(stored(other), slot, other, axes, few)
         return op(*((few.values, theirs) if chosen == "x" else (theirs, few.values)), *inputs.extra), forms
     if routes is None:
         return op(stored("y_x"), stored("y_w"), *inputs.extra), forms
@@ -259,21 +259,25 @@ class Residuals(NamedTuple):
       forms: The forms of x and w.
     """
 
-    x: jax.Array | Like
+    x: jax.Array | Aval
     w: jax.Array
     kept: Rows | Entries | None
     inputs: Inputs
     forms: Forms
 
 
-def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+def pruned_product_forward(
+    product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs
+) -> tuple[jax.Array, Residuals]:
     """Return y, and the residuals for the backward pass."""
-    # The backward pass gets x and w themselves, so that JAX sees if they are also `inputs.lhs` and `inputs.rhs`.
-    y, forms = _forward(product, _once_derived(product, x), _once_derived(product, w), inputs, tuple(CONTRACTED))
-    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in `ruled`: without
-    # differentiation no key is needed, and any number of tokens is allowed.
+    # The backward pass gets x and w themselves, so that JAX sees if they are also the unpruned operands.
+    y, forms = _forward(
+        product, _forbid_second_derivative(product, x), _forbid_second_derivative(product, w), inputs, tuple(CONTRACTED)
+    )
+    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in
+    # `pruned_product`: without differentiation no key is needed, and any number of tokens is allowed.
     axes, check = product.operands(x, w), lambda *given: merged_operand(*given).array
-    for name, value in backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
+    for name, value in backward_values(product.sparsity, x, w, inputs.unpruned_x, inputs.unpruned_w, y).items():
         slot = product.sparsity.slots[name]
         check_partner(product, slot, x, w)
         prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, check, inputs.extra)
@@ -282,61 +286,63 @@ def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: In
     }
     name = partial(jax.tree.map, lambda v: checkpoint_name(v, KEPT))
     backward |= {"x": name(backward["x"])} if "x" in backward else {}
-    kept = name(kept_of_x(product, x, w, inputs.lhs, inputs.ctx, inputs.extra))
+    kept = name(kept_of_x(product, x, w, inputs.unpruned_x, inputs.ctx, inputs.extra))
     by_kernel = product.routes is not None and product.routes["dw"].takes("x")  # its form of x is in `forms`
     drop = kept is not None or (by_kernel and not reads_partner(product))
-    return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)
+    return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(unpruned_x=None) if drop else inputs, backward)
 
 
-def ruled_backward(
+def pruned_product_backward(
     product: StaticProduct, residuals: Residuals, g: jax.Array, forms_of_g: Mapping[str, Form] | None = None
 ) -> tuple[jax.Array | None, jax.Array | None, None]:  # fmt: skip
-    """Return the gradients of x and w. ``forms_of_g`` has forms of g that are made already, by product."""
+    """Return dx and dw. ``forms_of_g`` has forms of g that are made already, by product."""
     x, w, kept, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
-    w, g = _once_derived(product, w), _once_derived(product, g)
-    x = x.type if isinstance(x, Like) else _once_derived(product, x)
-    values, axes = backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g), product.operands(x, w)
-    by_xla = partial(prune_slot, product, axes=axes, ctx=ctx, extra=inputs.extra, values=values)
+    w, g = _forbid_second_derivative(product, w), _forbid_second_derivative(product, g)
+    x = x.type if isinstance(x, Aval) else _forbid_second_derivative(product, x)
+    values, axes = backward_values(sparsity, x, w, inputs.unpruned_x, inputs.unpruned_w, g), product.operands(x, w)
+    prune_here = partial(prune_slot, product, axes=axes, ctx=ctx, extra=inputs.extra, values=values)
 
     def prune(name: str) -> jax.Array:
         slot = sparsity.slots[name]
         if name == "dw_x" and isinstance(kept, Entries):
             assert slot.pattern is not None
             return unpack(kept, x.shape, axes[name], slot.pattern)
-        return by_xla(slot, slot.pruner, values[name])
+        return prune_here(slot, slot.pruner, values[name])
 
     if routes is not None:
         ready = forms_of_g or {}
         others = [name for name in CONTRACTED if name not in ready]
-        made = make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla, others)
+        made = make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, prune_here, others)
         forms = {**forms, "g": {**made, **ready}}
 
-    def gradient(name: str, of_g: str, other: str, like: Shaped) -> jax.Array:
-        """Compute dx or dw. XLA multiplies both pruned operands, or the rows of both that are chosen. A kernel
-        multiplies forms, or a form and a dense operand."""
+    def gradient(name: str, like: Shaped) -> jax.Array:
+        """Return dx or dw: from the rows that a slot chose, by a kernel, or by XLA from both pruned operands."""
+        (_, of_g), (_, other) = OPERANDS[name].items()
         chosen = dict(product.compacted).get(name)
         if chosen is not None:
-            slot = sparsity.slots[OPERANDS[name][chosen]]
-            theirs = OTHER[slot.name]
-            given = slot.name == "dw_x" and isinstance(kept, Rows)
-            few = kept if given else few_rows(product, slot, values, axes, ctx)
-            op, value = without_strides(product.op, prune(theirs)) if name == "dw" else (product.op, prune(theirs))
-            value = same_rows(value, slot, theirs, axes, few)
-            pair = (few.values, value) if chosen == "g" else (value, few.values)
-            if isinstance(op, (Dot, Conv)) and op.out_sharding is not None:  # rows that are left may lie on other axes
-                op = replace(op, out_sharding=jax.typeof(pair[0]).sharding)
-            return _transposed(name, op, *pair, like, inputs.extra)
+            return from_rows(name, chosen, like)
         if routes is None or not routes[name].uses_forms:
             return _transposed(name, product.op, prune(of_g), prune(other), like, inputs.extra)
         dense = other if routes[name].operand == "g" else of_g
         y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
         return summed_as(y, like)
 
+    def from_rows(name: str, chosen: str, like: Shaped) -> jax.Array:
+        """Multiply the rows that the slot of operand ``chosen`` keeps by the same rows of its partner."""
+        slot = sparsity.slots[OPERANDS[name][chosen]]
+        theirs = PARTNER_SLOT[slot.name]
+        given = slot.name == "dw_x" and isinstance(kept, Rows)
+        few = kept if given else gather_rows(product, slot, values, axes, ctx)
+        op, value = without_strides(product.op, prune(theirs)) if name == "dw" else (product.op, prune(theirs))
+        value = gather_matching_rows(value, slot, theirs, axes, few)
+        pair = (few.values, value) if chosen == "g" else (value, few.values)
+        if isinstance(op, (Dot, Conv)) and op.out_sharding is not None:  # rows that are left may lie on other axes
+            op = replace(op, out_sharding=jax.typeof(pair[0]).sharding)
+        return _transposed(name, op, *pair, like, inputs.extra)
+
     real = lambda v: jnp.issubdtype(v.dtype, jnp.inexact)  # integers have no gradient
-    dx = gradient("dx", "dx_g", "dx_w", x) if real(x) else None
-    dw = gradient("dw", "dw_g", "dw_x", w) if real(w) else None
-    return dx, dw, None
+    return gradient("dx", x) if real(x) else None, gradient("dw", w) if real(w) else None, None
 
 
 def _transposed(
@@ -348,10 +354,10 @@ def _transposed(
         return jax.linear_transpose(forward, like)(g)[0]
 
 
-ruled.defvjp(ruled_forward, ruled_backward)
+pruned_product.defvjp(pruned_product_forward, pruned_product_backward)
 
 
-def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
+def _forbid_second_derivative(product: StaticProduct, v: jax.Array) -> jax.Array:
     """Return an input of a gradient unchanged, and refuse to differentiate it where no second derivative exists.
 
     Each input has a call of its own, so that JAX can leave out those that a gradient does not read.
@@ -360,7 +366,7 @@ def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
         return v
     if product.sparsity.backward:
         return _traced_once(product.sparsity, v)
-    return v if product.routes is None and not product.compacted else calls.underived(v)
+    return v if product.routes is None and not product.compacted else calls.nondifferentiable(v)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -23,8 +23,8 @@ Who rounds to FP8, and when:
   (``routes._formats``). It does if the device, the layout, the dtypes and the backend allow it (``routes._route``).
 - In FP8, the kernel that makes a form rounds it: `nmjax.products.forms` asks for it, `nmjax.kernels.tiles` does it.
 - Otherwise XLA simulates the rounding: of forward operands in ``rule._stored``; of backward operands in
-  ``rule.ruled_backward``, which calls the slot's pruner, and that ends in the `fp8`; of 16-bit forms in
-  ``forms._want``.
+  ``rule.pruned_product_backward``, which calls the slot's pruner, and that ends in the `fp8`; of 16-bit forms in
+  ``forms._form_request``.
 - Random rounding is allowed for backward operands only (``_check_slot``).
 """
 

@@ -34,11 +34,10 @@ class Sparsity(Value):
       TypeError: If a slot holds no pruner.
       ValueError: If a pruner has no meaning in its slot, or ``else_dense`` names no slot that prunes.
 
-    >>> from nmjax.pruners import mse, mvue
-    >>> from nmjax.pruners.estimators import ste
-    >>> Sparsity(y_w=ste(mse(2, 4)), dw_g=mvue(2, 4))
+    >>> import nmjax as nm
+    >>> nm.Sparsity(y_w=nm.ste(nm.mse(2, 4)), dw_g=nm.mvue(2, 4))
     y_w=ste(mse(2,4)); dw_g=mvue(2,4)
-    >>> Sparsity(y_w=ste(mse(2, 4)), else_dense=True)
+    >>> nm.Sparsity(y_w=nm.ste(nm.mse(2, 4)), else_dense=True)
     y_w=ste(mse(2,4)); else dense
     """
 
@@ -152,10 +151,9 @@ class Sparsity(Value):
           batch: The axes of ``rhs`` that are the product's batch. Each matrix of a batch has rows of its own.
           ctx: Key and step, if the method reads them.
 
-        >>> from nmjax.pruners import soft
-        >>> from nmjax.pruners.estimators import ste
+        >>> import nmjax as nm
         >>> import jax.numpy as jnp
-        >>> Sparsity(y_w=ste(soft(2, 4))).init(jnp.array([[1.], [-2.], [3.], [-4.]]), contract=0, out=1)
+        >>> nm.Sparsity(y_w=nm.ste(nm.soft(2, 4))).init(jnp.array([[1.], [-2.], [3.], [-4.]]), contract=0, out=1)
         {'y_w': Array(2.2, dtype=float32)}
         """
         return self._states(rhs, (contract, out, batch), ctx.replace(state=None), "init")

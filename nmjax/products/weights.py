@@ -39,9 +39,9 @@ def packed_weight(
         return {}
     rhs = lax.stop_gradient(rhs)  # no gradient flows through the forms
     product = StaticProduct(op, sparsity, name, routes)
-    by_xla = partial(prune_slot, product, axes=product.operands(lhs, rhs), ctx=ctx)
-    w = by_xla(forward, forward.applied, rhs)
+    prune_here = partial(prune_slot, product, axes=product.operands(lhs, rhs), ctx=ctx)
+    w = prune_here(forward, forward.applied, rhs)
     forms = make_forms(
-        routes, sparsity, OperandValue("w", w, rhs), ctx, None, by_xla, sorted(fixed, key=list(weight_slots).index)
+        routes, sparsity, OperandValue("w", w, rhs), ctx, None, prune_here, sorted(fixed, key=list(weight_slots).index)
     )
     return {key_of_weight(routes, product): form for product, form in forms.items()}

@@ -27,8 +27,8 @@ class chain(ByParts):
       TypeError: An argument is not a pruner.
       ValueError: An argument, such as `ste`, must be outermost.
 
-    >>> from nmjax.pruners import mse
-    >>> chain(mse(2, 4), mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
+    >>> import nmjax as nm
+    >>> nm.chain(nm.mse(2, 4), nm.mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
     Array([ 0.,  0.,  0., -4.], dtype=float32)
     """
 
@@ -166,8 +166,8 @@ class rescale(ByParts, SamePattern):
       ValueError: ``over`` is none of the three, or ``p`` must be outermost, as `ste` must. A call raises it if
         ``over`` is "spatial" and the array has no spatial axes.
 
-    >>> from nmjax.pruners import mse
-    >>> rescale(mse(2, 4))(jnp.array([1., 2., 3., 4.]))  # without space: one norm per group
+    >>> import nmjax as nm
+    >>> nm.rescale(nm.mse(2, 4))(jnp.array([1., 2., 3., 4.]))  # without space: one norm per group
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
     """
 
@@ -184,8 +184,8 @@ class rescale(ByParts, SamePattern):
     def over_in(self, space: tuple[int, ...]) -> str:
         """Return the values that share a norm in an array with these spatial axes: "spatial" or "group".
 
-        >>> from nmjax.pruners import mse
-        >>> rescale(mse(2, 4)).over_in((1, 2)), rescale(mse(2, 4)).over_in(())
+        >>> import nmjax as nm
+        >>> nm.rescale(nm.mse(2, 4)).over_in((1, 2)), nm.rescale(nm.mse(2, 4)).over_in(())
         ('spatial', 'group')
         """
         if self.over == "spatial" and not space:

@@ -71,8 +71,8 @@ class ste(SameValues):
       TypeError: ``p`` is not a pruner.
       ValueError: ``p`` must be outermost, such as another gradient rule.
 
-    >>> from nmjax.pruners import mse
-    >>> jax.grad(lambda w: (ste(mse(2, 4))(w) * jnp.arange(4.)).sum())(jnp.ones(4))
+    >>> import nmjax as nm
+    >>> jax.grad(lambda w: (nm.ste(nm.mse(2, 4))(w) * jnp.arange(4.)).sum())(jnp.ones(4))
     Array([0., 1., 2., 3.], dtype=float32)
     """
 
@@ -110,8 +110,8 @@ class sr_ste(SameValues):
       TypeError: ``p`` is not a pruner, or ``lam`` is neither a number nor a schedule.
       ValueError: ``p`` also changes the values that it keeps.
 
-    >>> from nmjax.pruners import mse
-    >>> jax.grad(lambda w: sr_ste(mse(2, 4), lam=0.1)(w).sum())(jnp.array([1., -2., 3., -4.]))
+    >>> import nmjax as nm
+    >>> jax.grad(lambda w: nm.sr_ste(nm.mse(2, 4), lam=0.1)(w).sum())(jnp.array([1., -2., 3., -4.]))
     Array([1.1, 0.8, 1. , 1. ], dtype=float32)
     """
 
@@ -160,10 +160,9 @@ class decay(Pruner):
       TypeError: ``p`` is not a pruner, or the schedule is not a function.
       ValueError: ``p`` also changes the values that it keeps, or the gradient is neither of the two.
 
-    >>> from nmjax.pruners import mse
-    >>> from nmjax.pruners.schedules import linear
-    >>> p = decay(mse(2, 4), linear(1, 0, 1000))
-    >>> p(jnp.array([1., -2., 3., -4.]), ctx=Ctx(step=500))
+    >>> import nmjax as nm
+    >>> p = nm.decay(nm.mse(2, 4), nm.linear(1, 0, 1000))
+    >>> p(jnp.array([1., -2., 3., -4.]), ctx=nm.Ctx(step=500))
     Array([ 0.5, -1. ,  3. , -4. ], dtype=float32)
     """
 

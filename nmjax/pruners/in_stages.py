@@ -133,11 +133,11 @@ class stage(Pruner):
       whole: The stages.
       step: A step at which the row applies, at least 0.
 
-    >>> from nmjax.pruners import hold
-    >>> p = stages(((0, hold(mse(2, 4))), (100, identity)))
+    >>> import nmjax as nm
+    >>> p = nm.stages(((0, nm.hold(nm.mse(2, 4))), (100, identity)))
     >>> p.at(100)
     stage(stages(((0,hold(mse(2,4))),(100,identity))),100)
-    >>> p.at(100)(jnp.arange(1.0, 5.0), ctx=Ctx(state=p.init(jnp.arange(1.0, 5.0))))
+    >>> p.at(100)(jnp.arange(1.0, 5.0), ctx=nm.Ctx(state=p.init(jnp.arange(1.0, 5.0))))
     Array([1., 2., 3., 4.], dtype=float32)
     """
 

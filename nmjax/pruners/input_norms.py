@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core import groups
-from nmjax.core.bases import Grouped, Remembering
+from nmjax.core.bases import Grouped, Remembering, Selector
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Facts, Pruner, join_states, split_ctx
+from nmjax.core.pruner import Pruner, join_states, split_ctx
 
 LEAST = 1e-12  # the norm of an input that is always zero, as a share of the largest norm: its weights are kept last
 
 
 @dataclass(frozen=True, repr=False)
-class ByNorms(Grouped, Remembering):
+class ByNorms(Selector, Grouped, Remembering):
     """The base of pruners that hold the norm of each feature that the weight multiplies.
 
     The norms are state. They begin as ones: measure a layer's inputs with `nmjax.nnx.calibrate`, and give them to the
@@ -28,9 +28,6 @@ class ByNorms(Grouped, Remembering):
     """
 
     reads_step = False
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         norms = self._norms(ctx)
@@ -57,9 +54,6 @@ class ByNorms(Grouped, Remembering):
           norms: The norms, of a shape that is broadcast with ``x``.
         """
         raise NotImplementedError
-
-    def describe(self) -> Facts:
-        return super().describe()._replace(selects=True)
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.ones(x.shape[axis], jnp.float32)
@@ -148,8 +142,8 @@ def keep_norms(p: Pruner, state: Any, measured: Any) -> Any:
 def needs_norms(p: Pruner) -> bool:
     """Return True if a pruner holds norms of inputs, or a part of it does.
 
-    >>> from nmjax.pruners import mse, ste
-    >>> needs_norms(ste(wanda(2, 4))), needs_norms(ste(mse(2, 4)))
+    >>> import nmjax as nm
+    >>> needs_norms(nm.ste(nm.wanda(2, 4))), needs_norms(nm.ste(nm.mse(2, 4)))
     (True, False)
     """
     return isinstance(p, ByNorms) or any(map(needs_norms, p.parts))

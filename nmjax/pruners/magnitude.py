@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core import fusion, groups
-from nmjax.core.bases import Grouped
+from nmjax.core.bases import Grouped, Selector
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Facts, KernelForm
+from nmjax.core.pruner import KernelForm
 
 
 @dataclass(frozen=True, repr=False)
-class mse(Grouped):
+class mse(Selector, Grouped):
     """Keep the n largest magnitudes of every m. This leaves the least squared error ||x - p(x)||^2.
 
     Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
@@ -39,14 +39,8 @@ class mse(Grouped):
 
     reads_step = False
 
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis), x, jnp.zeros((), x.dtype))
-
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return groups.top(x, axis, self.n, self.m)
-
-    def describe(self) -> Facts:
-        return super().describe()._replace(selects=True)
 
     @property
     def kernel_form(self) -> KernelForm:

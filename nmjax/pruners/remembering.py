@@ -10,14 +10,14 @@ import numpy as np
 from jax import lax
 
 from nmjax.core import random
-from nmjax.core.bases import Remembering, SamePattern
+from nmjax.core.bases import Remembering, SamePattern, Selector
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Facts, Pruner, check_inner
 from nmjax.pruners.input_norms import needs_norms
 
 
 @dataclass(frozen=True, repr=False)
-class hold(SamePattern, Remembering):
+class hold(Selector, SamePattern, Remembering):
     """Keep a mask for a number of steps.
 
     The mask is state: `init` makes it, and `refresh` renews it.
@@ -32,9 +32,9 @@ class hold(SamePattern, Remembering):
       ValueError: ``p`` also changes the values that it keeps or reads norms of inputs, or ``every`` is not a number of
         steps.
 
-    >>> from nmjax.pruners import mse
-    >>> p = hold(mse(2, 4), every=40)
-    >>> p(jnp.array([9., 1., 1., 9.]), ctx=Ctx(state=p.init(jnp.arange(4.))))
+    >>> import nmjax as nm
+    >>> p = nm.hold(nm.mse(2, 4), every=40)
+    >>> p(jnp.array([9., 1., 1., 9.]), ctx=nm.Ctx(state=p.init(jnp.arange(4.))))
     Array([0., 0., 1., 9.], dtype=float32)
     """
 
@@ -60,10 +60,7 @@ class hold(SamePattern, Remembering):
             )
 
     def describe(self) -> Facts:
-        return super().describe()._replace(stochastic=False, selects=True)
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+        return super().describe()._replace(stochastic=False)
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = _state(self, ctx)
@@ -105,9 +102,9 @@ class permute(Remembering):
       TypeError: ``p`` is not a pruner, or ``draws`` is not an integer.
       ValueError: ``p`` draws random numbers or has state, or a number is below 1.
 
-    >>> from nmjax.pruners import mse
-    >>> p, w = permute(mse(2, 4)), jnp.array([9., 9., 9., 0., 0., 0., 0., 9.])
-    >>> p(w, ctx=Ctx(state=p.init(w)))
+    >>> import nmjax as nm
+    >>> p, w = nm.permute(nm.mse(2, 4)), jnp.array([9., 9., 9., 0., 0., 0., 0., 9.])
+    >>> p(w, ctx=nm.Ctx(state=p.init(w)))
     Array([9., 9., 9., 0., 0., 0., 0., 9.], dtype=float32)
     """
 

@@ -25,13 +25,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from nmjax.core import fusion, groups
-from nmjax.core.bases import Grouped
+from nmjax.core.bases import Grouped, Selector
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
-class transposable(Grouped):
+class transposable(Selector, Grouped):
     """Keep n of every m values along both axes of a weight, with the largest sum of magnitudes.
 
     Paper: Hubara et al., "Accelerated Sparse Neural Training", arXiv:2102.08124.
@@ -58,9 +58,6 @@ class transposable(Grouped):
     """
 
     reads_step = False
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         axis, m = groups.position(x.ndim, axis), self.m
@@ -91,7 +88,7 @@ class transposable(Grouped):
 
     def describe(self) -> Facts:
         facts = super().describe()
-        return facts._replace(tiles=True, pattern_across=facts.pattern, selects=True)
+        return facts._replace(tiles=True, pattern_across=facts.pattern)
 
     @property
     def kernel_form(self) -> KernelForm:
@@ -130,7 +127,7 @@ def _halves(size: jax.Array, rows: int, columns: int) -> jax.Array:
     """Return the best mask of every tile. It is computed as one integer, whose bit 4 i + j is the entry (i, j)."""
     word = _best_word([groups.members(row, columns) for row in groups.members(size, rows)])
     place = 4 * lax.broadcasted_iota(jnp.int32, size.shape, rows) + lax.broadcasted_iota(jnp.int32, size.shape, columns)
-    return (fusion.settled(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
+    return (fusion.compute_once(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
 
 
 def _best_word(a: list[list[jax.Array]]) -> jax.Array:

@@ -90,7 +90,7 @@ class mvue_approx(Grouped):
         kept = fusion.spread(hits, g.shape, axis + 1)
         place, odd = lax.broadcasted_iota(jnp.int32, g.shape, axis + 1), jnp.ones((), p[0].dtype)
         for member, v in enumerate(p):
-            odd = jnp.where(place == member, fusion.settled(jnp.where(v > 0, v, 1.0)), odd)
+            odd = jnp.where(place == member, fusion.compute_once(jnp.where(v > 0, v, 1.0)), odd)
         return fusion.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
 
     @property

@@ -174,7 +174,7 @@ def _single(g: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     for v in a:
         upto = upto + v
         index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
-    kept = fusion.settled(index).astype(jnp.int32)
+    kept = fusion.compute_once(index).astype(jnp.int32)
     hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == kept
     return _result(g, hit, mass * undo)
 
@@ -253,7 +253,7 @@ def _points(upto: jax.Array, rest: jax.Array, per_tau: jax.Array, u: jax.Array, 
 
 def _result(g: jax.Array, hit: jax.Array, tau: jax.Array) -> jax.Array:
     """Return the pruned groups, given the mask of kept members and the threshold of every group."""
-    tau = fusion.settled(_as_stored(tau, g))
+    tau = fusion.compute_once(_as_stored(tau, g))
     return fusion.rounded(jnp.where(hit, _value(groups.wide(g), tau), 0.0), g.dtype)
 
 

@@ -32,7 +32,7 @@ from nmjax.pruners.nothing import identity
 
 @dataclass(frozen=True, repr=False)
 class rows(ByParts):
-    """Prune whole rows: ``p`` prunes the L2 norms of the rows, and each row is scaled as its norm was.
+    """Prune whole rows: ``p`` prunes the L2 norms of the rows, and each row is multiplied by p(norm)/norm.
 
     A row is all that an array holds at one position along the axis. For a gradient of shape [tokens, features] it is
     the gradient of one token. With `mvue` the result is unbiased. With `mse` the largest rows are kept as they are.
@@ -51,8 +51,8 @@ class rows(ByParts):
       TypeError: ``p`` is not a pruner.
       ValueError: ``p`` has no meaning for norms, or ``by`` is neither of the two.
 
-    >>> from nmjax.pruners import mse
-    >>> rows(mse(1, 2))(jnp.array([[1., 2.], [3., 1.]]), axis=0)
+    >>> import nmjax as nm
+    >>> nm.rows(nm.mse(1, 2))(jnp.array([[1., 2.], [3., 1.]]), axis=0)
     Array([[0., 0.],
            [3., 1.]], dtype=float32)
     """
@@ -167,8 +167,8 @@ def _meaningless(p: Pruner) -> str | None:
 def has_rows(p: Pruner) -> bool:
     """Return True if a pruner is a `rows`, or a part of it is one.
 
-    >>> from nmjax.pruners import hold, mse
-    >>> has_rows(hold(rows(mse(2, 4)))), has_rows(mse(2, 4))
+    >>> import nmjax as nm
+    >>> has_rows(nm.hold(nm.rows(nm.mse(2, 4)))), has_rows(nm.mse(2, 4))
     (True, False)
     """
     return isinstance(p, rows) or any(map(has_rows, p.parts))

@@ -201,7 +201,7 @@ def _method(part: str, source: _Source) -> Sparsity:
 
 
 def _replaced(method: Sparsity, slots: dict[str, Pruner], else_dense: bool | tuple[str, ...]) -> Sparsity:
-    """Replace slots of a method; what a method of another module was written as stays in the text."""
+    """Replace slots of a method; keep the source text of foreign methods."""
     if not slots and not else_dense:
         return method
     before = method.else_dense

@@ -68,24 +68,22 @@ def test_colour_is_for_terminals(monkeypatch):
     assert "\x1b" not in repr(nm.show(jnp.array([True, False])))
 
 
-def test_misuse_says_what_to_write():
-    with pytest.raises(TypeError, match=r"show\(mse\(2,4\)\) needs the array to prune: write show\(mse\(2,4\), x\)"):
-        nm.show(nm.mse(2, 4))
-    with pytest.raises(TypeError, match="show takes a pruner and an array, an array, or a mask, got str of shape"):
-        nm.show("mse(2,4)")
-    with pytest.raises(TypeError, match=r"got ndarray of shape \(0,\)"):
-        nm.show(np.zeros(0))
-    with pytest.raises(TypeError, match="show got m=4 and a pruner, which has groups of its own"):
-        nm.show(nm.mse(2, 4), jnp.ones(4), m=4)
-    with pytest.raises(TypeError, match="show draws one array, and only a pruner takes x, key and state, got"):
-        nm.show(jnp.ones(4), jnp.ones(4))
-    for m in (-4, 2.0):
-        with pytest.raises(TypeError, match=f"m must be a whole number, the size of a group, got {m}"):
-            nm.show(jnp.ones(4), m=m)
-    with pytest.raises(ValueError, match="show: axis 0 has 4 values, which do not divide into groups of 3"):
-        nm.show(jnp.ones((4, 6)), axis=0, m=3)
-    with pytest.raises(ValueError, match="axis 7"):
-        nm.show(np.ones((2, 2)), axis=7)
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        ([nm.mse(2, 4)], {}, r"show\(mse\(2,4\)\) needs the array to prune: write show\(mse\(2,4\), x\)"),
+        (["mse(2,4)"], {}, "show takes a pruner and an array, an array, or a mask, got str of shape"),
+        ([np.zeros(0)], {}, r"got ndarray of shape \(0,\)"),
+        ([nm.mse(2, 4), np.ones(4)], {"m": 4}, "show got m=4 and a pruner, which has groups of its own"),
+        ([np.ones(4), np.ones(4)], {}, "show draws one array, and only a pruner takes x, key and state, got"),
+        *(([np.ones(4)], {"m": m}, f"m must be a whole number, the size of a group, got {m}") for m in (-4, 2.0)),
+        ([np.ones((4, 6))], {"axis": 0, "m": 3}, "show: axis 0 has 4 values, which do not divide into groups of 3"),
+        ([np.ones((2, 2))], {"axis": 7}, "axis 7"),
+    ],
+)
+def test_misuse_says_what_to_write(given, options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        nm.show(*given, **options)
 
 
 def test_captions_say_what_is_cut():

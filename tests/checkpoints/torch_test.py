@@ -1,6 +1,5 @@
 """Files of torch: opened by its restricted loader alone, or refused."""
 
-import json
 import pickle
 import shutil
 import sys
@@ -68,34 +67,3 @@ def test_transformers_computes_the_same_from_a_pruned_checkpoint(tmp_path):
     with torch.no_grad():
         wanted = theirs(torch.tensor(tokens)).last_hidden_state.numpy()
     np.testing.assert_allclose(hard.hidden(jnp.asarray(tokens))[-1], wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_torch_compresses_every_tensor_of_a_file_that_verify_calls_fit(dtype, tmp_path):
-    """A checkpoint as `nmjax prune` writes it: torch loads it, and its conversion restores each tensor bit for bit."""
-    torch = pytest.importorskip("torch")
-    from safetensors import torch as safetensors_torch
-    from torch.sparse import _semi_structured_conversions as conversions
-
-    sizes = {16: 64, 32: 128, 40: 97}  # of the golden checkpoint, and those that torch can compress
-    config = json.loads((GOLDEN / "bert-classifier/config.json").read_text())
-    config = {name: sizes.get(v, v) if isinstance(v, int) else v for name, v in config.items()}
-    (tmp_path / "dense").mkdir()
-    (tmp_path / "dense/config.json").write_text(json.dumps(config))
-    shapes = {k: [sizes.get(n, n) for n in v.shape] for k, v in checkpoints.read(GOLDEN / "bert-classifier").items()}
-    random = np.random.default_rng(0)
-    values = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    checkpoints.write(tmp_path / "dense/model.safetensors", values)
-    batches = [jnp.asarray(np.random.default_rng(i).integers(0, 97, (8, 20))) for i in range(2)]
-    recipe = nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})
-    pruned = nm.nnx.prune(checkpoints.load(tmp_path / "dense"), recipe, batches)
-    checkpoints.save(tmp_path / "sparse", pruned.model, like=tmp_path / "dense")
-    report = checkpoints.verify(tmp_path / "sparse", programs=["torch"])
-    loaded = safetensors_torch.load_file(tmp_path / "sparse/model.safetensors")
-    fitting = [one.name for one in report.tensors if one.misfits["torch"] is None]
-    assert len(fitting) == 12
-    for name in fitting:
-        tensor = loaded[name].to(getattr(torch, dtype))
-        kept, places = conversions.sparse_semi_structured_from_dense_cutlass(tensor)
-        assert kept.shape[1] == tensor.shape[1] // 2
-        assert torch.equal(conversions.sparse_semi_structured_to_dense_cutlass(kept, places), tensor), name

@@ -86,25 +86,9 @@ def test_golden_words():
     assert {name: np.asarray(v).astype(np.int64).tolist() for name, v in got.items()} == GOLDEN
 
 
-def test_mix_is_a_bijection():
-    # a random map that is not injective would have 2**40 / 2**33 = 128 collisions
-    inputs = np.unique(np.random.default_rng(1).integers(0, 2**32, 2**20, dtype=np.uint32))
-    mixed = np.asarray(random.mix(jnp.asarray(inputs)))
-    assert len(np.unique(mixed)) == len(inputs)
-    assert len(np.unique(words_of(3, 2**20))) == 2**20
-
-
 # ---- quality: a comment beside each bound gives the number of comparisons and the chance of a false alarm ----
 
 SEEDS = [0, 1, 2, 64, 2**32 + 1, -1]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_monobit(seed):
-    w = words_of(seed, 2**18)
-    ones = np.array([(w >> np.uint32(b) & np.uint32(1)).sum() for b in range(32)], np.float64)
-    z = (ones - 2**17) / np.sqrt(2**16)
-    assert np.abs(z).max() < 5  # 32 bits x 6 seeds: 1e-4 by chance
 
 
 def chi2_z(counts):
@@ -114,18 +98,11 @@ def chi2_z(counts):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("shift", [24, 0], ids=["high", "low"])
+@pytest.mark.parametrize("shift", [24, 16, 8, 0])
 def test_chi_square_of_bytes_and_of_serial_pairs(seed, shift):
     byte = (words_of(seed, 2**19) >> np.uint32(shift) & np.uint32(255)).astype(np.int64)
-    assert abs(chi2_z(np.bincount(byte, minlength=256))) < 5  # 24 comparisons in all, two-sided: 1e-5
+    assert abs(chi2_z(np.bincount(byte, minlength=256))) < 5  # 48 comparisons in all, two-sided: 3e-5
     assert abs(chi2_z(np.bincount(byte[::2] * 256 + byte[1::2], minlength=65536))) < 5
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_serial_correlation(seed):
-    x = words_of(seed, 2**18).astype(np.float64) / 2**32 - 0.5
-    z = [12 * np.mean(x[:-lag] * x[lag:]) * np.sqrt(len(x) - lag) for lag in range(1, 9)]
-    assert np.abs(z).max() < 5  # 48 comparisons: 3e-5
 
 
 @pytest.mark.parametrize("where", ["index", "first key word", "second key word"])
@@ -365,8 +342,3 @@ def test_words_inside_jit():
 def test_bad_keys_are_refused(key):
     with pytest.raises(TypeError, match="key"):
         random.words(key)
-
-
-def test_a_pruner_without_a_key_says_so():
-    with pytest.raises(TypeError, match="key"):
-        nm.mvue(2, 4)(jnp.ones(4))

@@ -258,24 +258,6 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
         load_run(workdir, foreign=True)
 
 
-def test_what_recorded_names_would_import_is_not_imported(trained, tmp_path, monkeypatch):
-    workdir = shutil.copytree(trained("text"), tmp_path / "run")
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    config = json.loads((workdir / "config.json").read_text())
-    for field, value in {
-        "experiment": "evil:Boom",
-        "model": {"name": "evil:Boom"},
-        "data": {"name": "evil:boom"},
-        "sparsity": {"blocks": "dw_g=evil:boom()"},
-        "rules": [[".*", "ste(evil:boom())"]],
-    }.items():
-        (workdir / "config.json").write_text(json.dumps(config | {field: value}))
-        with pytest.raises(Mistake, match="names evil:.*only if you ask for it"):
-            load_run(workdir)
-    assert "evil" not in sys.modules
-
-
 # ---- what is not there, or damaged ----
 
 

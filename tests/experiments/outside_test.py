@@ -2,20 +2,17 @@
 
 import doctest
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from flax import nnx
 
-from experiments import command, config_files, recorded, report
+from experiments import command, config_files, load, recorded, report
 from experiments.data import images, others, text
 from experiments.errors import Failed, Mistake
 from experiments.training import settings, tasks
-from tests.experiments.runs import configured, xla_flags
+from tests.experiments.runs import configured
 
 
 def page(name: str, *numbers: int) -> str:
@@ -133,26 +130,29 @@ def test_the_folder_of_a_config_file_and_the_current_folder_can_be_imported(outs
     assert tasks.task(config).examples == 288  # of 320, without the validation split
 
 
-def test_a_file_of_results_imports_nothing(outside, monkeypatch):
-    """Settings that --mode=eval reads from a run's directory are not a person's own words."""
+READERS = {
+    "only names that you write yourself": lambda: command.read(["launch.py", "--mode=eval", "--workdir=run"]),
+    "only if you ask for it": lambda: load.load_run("run"),
+}
+
+
+@pytest.mark.parametrize("said", READERS)
+def test_settings_in_the_directory_of_a_run_import_nothing(said, outside):
+    """They are not a person's own words."""
     (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
+    (outside / "run").mkdir()
+    (outside / "run" / "run.json").write_text('{"name": "x"}')
     for change in (
         "model.name=evil:Boom",
         "data.name=evil:boom",
-        "sparsity.inner=dw_g=evil:boom()",
         "experiment=evil:Boom",
+        "sparsity.inner=dw_g=evil:boom()",
+        "rules=((r'.*', 'ste(evil:boom())'),)",
     ):
-        config = read("mixer.py", change, "model.patch=4")
-        (outside / "run").mkdir(exist_ok=True)
+        config = read("mixer.py", "model.name=vit", change)
         (outside / "run" / "config.json").write_text(config.to_json_best_effort())
-        with pytest.raises(
-            Mistake, match=r"config.json names .*evil:.*only names that you write yourself.*Add the --config=FILE"
-        ):
-            command.read(["launch.py", "--mode=eval", "--workdir=run"])
-    rules = read("mixer.py", "model.name=vit", "rules=((r'.*', 'ste(evil:boom())'),)")
-    (outside / "run" / "config.json").write_text(rules.to_json_best_effort())
-    with pytest.raises(Mistake, match="config.json names evil:boom, "):
-        command.read(["launch.py", "--mode=eval", "--workdir=run"])
+        with pytest.raises(Mistake, match=f"config.json names evil:[bB]oom, .*{said}"):
+            READERS[said]()
     assert "evil" not in sys.modules
 
 
@@ -168,31 +168,3 @@ def test_results_and_reports_import_nothing(outside):
     (outside / "run" / "config.json").write_text(read("mixer.py", "model.name=evil:Boom").to_json_best_effort())
     assert "evil:Boom" in report.write(outside / "run").read_text()
     assert "evil" not in sys.modules
-
-
-def launch(folder: Path, *words: str) -> str:
-    env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}  # or lines are folded
-    done = subprocess.run(
-        [sys.executable, config_files.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.processes
-def test_a_run_of_what_is_not_ours(outside):
-    words = ["--config=mixer.py", "--config.data.name=spirals:load", "--workdir=run", "--config.steps=4"]
-    words += ["--config.sparsity.inner=y_w=ste(mse(2,4)); dw_g=mylab:above(0.5,4)"]
-    said = launch(outside, *words)
-    assert "spirals: 288 training images, 32 validation" in said
-    assert "model          mixer:Mixer, " in said
-    assert "dw_g=mylab:above(0.5,4)" in (outside / "run" / "plan.txt").read_text()
-    assert (outside / "run" / "report.html").is_file()
-    assert "last, step 4" in launch(outside, *words, "--mode=eval")
-
-
-@pytest.mark.processes
-def test_a_task_that_is_not_ours(outside):
-    said = launch(outside, "--config=sine.py", "--mode=plan")
-    assert "up  " in said
-    assert "y_w=ste(soft(2,4))" in said

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import collected, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped, Taken
-from experiments.training import lock
+from experiments.training import digest, lock
 
 
 def of_seeds(count=3):
@@ -28,20 +28,23 @@ def ended(workdir, member, outcome="finished", began="2026-01-01T00:00:00"):
 class Runs:
     """Stands for training. Runs of some seeds raise an error; the others finish."""
 
-    def __init__(self, workdir, errors=None, made=None):
-        self.workdir, self.errors, self.made, self.trained = workdir, errors or {}, made or {}, []
+    def __init__(self, workdir, errors=None, made=None, streamed=False):
+        self.workdir, self.errors, self.made, self.streamed = workdir, errors or {}, made or {}, streamed
+        self.trained = []
 
     def make(self, member):
         if error := self.made.get(member.config.seed):
             raise error
-        return SimpleNamespace(task=SimpleNamespace(streamed=False))
+        return SimpleNamespace(task=SimpleNamespace(streamed=self.streamed))
 
     def train(self, group, program):
         for member in group:
             if error := self.errors.get(member.config.seed):
                 raise error
         for member in group:
-            ended(self.workdir, member)
+            (folder := self.workdir / member.folder).mkdir(parents=True, exist_ok=True)
+            with lock.held(folder):
+                ended(self.workdir, member)
         self.trained.append([member.config.seed for member in group])
 
     def sweep(self, runs, index=None, at_once=1, results=None):
@@ -115,9 +118,12 @@ def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     assert capsys.readouterr().out.count("another process writes to seed=3") == 2  # it is tried again at the end
 
 
-@pytest.mark.parametrize("told", [None, signal.SIGTERM])
-def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end(told, tmp_path):
-    """Unless the sweep is told to stop."""
+@pytest.mark.parametrize(
+    ("told", "finished", "trained"),
+    [(None, False, [[1], [2], [0]]), (signal.SIGTERM, False, [[1]]), (None, True, [[1], [2]])],
+)
+def test_a_run_that_another_process_had_is_trained_at_the_end(told, finished, trained, tmp_path):
+    """Unless the other process has finished it, or the sweep is told to stop."""
     runs, all_runs = Runs(tmp_path), of_seeds(3)
     (place := tmp_path / all_runs[0].folder).mkdir()
     train, other = runs.train, contextlib.ExitStack()
@@ -125,6 +131,8 @@ def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end
 
     def and_the_other_ends(group, program):
         train(group, program)
+        if finished:
+            ended(tmp_path, all_runs[0])
         other.close()
         return told
 
@@ -134,10 +142,10 @@ def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end
         stops = pytest.raises(Stopped, match="interrupted by SIGTERM after the last step of seed=1")
     with stops:
         runs.sweep(all_runs)
-    assert runs.trained == ([[1]] if told else [[1], [2], [0]])
+    assert runs.trained == trained
 
 
-def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsys):
+def test_runs_are_left_to_the_process_that_writes_them_and_no_program_is_made_for_them(tmp_path, capsys):
     made, runs = [], Runs(tmp_path)
     make = runs.make
     runs.make = lambda member: made.append(member.config.batch) or make(member)
@@ -149,11 +157,40 @@ def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsy
         for number in (0, 1, 3):  # both runs with a batch of 32, and one of the two others
             (place := tmp_path / all_runs[number].folder).mkdir()
             other.enter_context(lock.held(place))
-        with pytest.raises(Failed, match="not done: seed=0, seed=1, seed=3. Other processes"):
+        with pytest.raises(Failed, match="not done: seed=0, seed=1, seed=3. Other processes are training these runs"):
             runs.sweep(all_runs, at_once=4)
-    assert made == [all_runs[2].config.batch]
-    assert runs.trained == [[2]]
-    assert capsys.readouterr().out.count("is being written by process") == 3
+        assert made == [all_runs[2].config.batch]
+        assert runs.trained == [[2]]
+        assert capsys.readouterr().out.count("is being written by process") == 3
+        with pytest.raises(Taken, match="is being written by process"):
+            runs.sweep(all_runs, index=1)
+    runs.sweep(all_runs)
+    assert runs.trained == [[2], [0], [1], [3]]
+    assert (tmp_path / "seed=2" / "report.html").exists()  # it was missing
+
+
+def test_only_runs_that_differ_in_their_seed_alone_are_trained_together(tmp_path, capsys):
+    base = config_files.load("configs/vit_24.py:smoke")
+    found = members.listed(base, [{"batch": batch, "seed": seed} for seed in range(3) for batch in (16, 32)])
+
+    def trained(name, at_once, runs=found, streamed=False):
+        done = Runs(tmp_path / name, streamed=streamed)
+        with contextlib.suppress(Failed):  # a run diverged before
+            done.sweep(runs, at_once=at_once)
+        return done.trained
+
+    assert trained("2", 2) == [[0, 1], [0, 1], [2], [2]]
+    assert trained("9", 9) == [[0, 1, 2], [0, 1, 2]]
+    ended(tmp_path / "3", found[0], "diverged: the loss")
+    assert trained("3", 9) == [[0, 1, 2], [1, 2]]  # those of the other batch come first
+    (config := found[0].config.copy_and_resolve_references()).unlock()
+    config.steps = 5
+    ended(tmp_path / "4", found[0]._replace(identity=digest.identity(config)), "diverged: the loss")
+    with pytest.raises(Mistake, match=r"batch=16-seed=0 holds a run of another config \(steps: 5 there, 4 here\)"):
+        trained("4", 9)
+    capsys.readouterr()
+    assert trained("s", 9, found[::2], streamed=True) == [[0], [1], [2]]
+    assert capsys.readouterr().out.count("one after another, because their data are streamed") == 1
 
 
 def test_results_of_two_sweeps_that_began_in_the_same_second(tmp_path):

@@ -1,20 +1,18 @@
 """Many runs of one config file: named by what differs, done once, compiled once for all seeds, trained side by side."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import command, config_files, files, members, sweep
+from experiments import command, config_files, files, members
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import signals
 from experiments.training import checkpoints, loop, program, record
@@ -270,7 +268,7 @@ def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_pat
 
 @pytest.mark.processes
 def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkeypatch, tmp_path, capsys):
-    train = program.Program._train
+    train = program.Program.train_step
 
     def poisoned(self, state, arrays):
         bad = (state.seed == 1) & (state.step == 2)
@@ -357,44 +355,6 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
     assert "seed=0: None of the checkpoints in" in said
     for seed in range(4):
         alike(runs / f"seed={seed}", alone / f"seed={seed}", programs[0].shapes)
-
-
-def grouped(workdir, changes, at_once, streamed=False):
-    """Return which runs are trained together, by a sweep that does nothing else."""
-    groups = []
-
-    def train(group, _):
-        groups.append([m.name for m in group])
-        for m in group:
-            (workdir / m.folder).mkdir(parents=True)
-            (workdir / m.folder / "run.json").write_text('{"outcome": "finished"}')
-
-    found = members.listed(config_files.load("configs/vit_24.py:smoke"), changes)
-    make = lambda member: SimpleNamespace(task=SimpleNamespace(streamed=streamed))
-    with contextlib.suppress(Failed):  # a run diverged before
-        sweep.run(found, workdir, None, at_once, make, train)
-    return groups
-
-
-def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys):
-    changes = [{"batch": batch, "seed": seed} for seed in range(3) for batch in (16, 32)]
-    named = lambda *groups: [[f"batch={batch},seed={seed}" for seed in seeds] for batch, *seeds in groups]
-    assert grouped(tmp_path / "2", changes, 2) == named((16, 0, 1), (32, 0, 1), (16, 2), (32, 2))
-    assert grouped(tmp_path / "9", changes, 9) == named((16, 0, 1, 2), (32, 0, 1, 2))
-    (tmp_path / "3" / "batch=16-seed=0").mkdir(parents=True)
-    (tmp_path / "3" / "batch=16-seed=0" / "run.json").write_text('{"name": "x", "outcome": "diverged: the loss"}')
-    base = config_files.load("configs/vit_24.py:smoke")
-    own = members.listed(base, changes)[0].config
-    (tmp_path / "3" / "batch=16-seed=0" / "config.json").write_text(own.to_json())
-    assert grouped(tmp_path / "3", changes, 9) == named((32, 0, 1, 2), (16, 1, 2))
-    with own.unlocked():
-        own.steps = 5
-    (tmp_path / "3" / "batch=16-seed=0" / "config.json").write_text(own.to_json())
-    with pytest.raises(Mistake, match=r"batch=16-seed=0 holds a run of another config \(steps: 5 there, 4 here\)"):
-        grouped(tmp_path / "3", changes, 9)
-    capsys.readouterr()
-    assert grouped(tmp_path / "s", changes[::2], 9, streamed=True) == [["seed=0"], ["seed=1"], ["seed=2"]]
-    assert capsys.readouterr().out.count("one after another, because their data are streamed") == 1
 
 
 FORMS = {

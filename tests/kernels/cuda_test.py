@@ -67,22 +67,18 @@ def product_of(of, config):
     return lambda a, b, s: family.spmm(a, b, s, of, config, target), *operands(of), shape(1, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_hopper_lowers_in_every_layout(layout):
-    assert "wgmma.mma_async.sp.sync.aligned.m64n256k32.f32.bf16.bf16" in lowered(
-        *product(HopperConfig(cluster="m"), layout=layout)
-    )
-
-
-def test_hopper_lowers_in_fp8():
-    text = lowered(*product(HopperConfig(promote=True, tile_n=128), "float8_e4m3fn", (False, False, True)))
-    assert "wgmma.mma_async.sp.sync.aligned.m64n128k64.f32.e4m3.e4m3" in text
-
-
-@pytest.mark.skipif(not versions.has_warp_products(), reason="this jax has no layouts for Ampere's instructions")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ampere_lowers_in_every_layout(layout):
-    assert "mma.sp::ordered_metadata.sync.aligned.m16n8k32" in lowered(*product(AmpereConfig(), layout=layout))
+@pytest.mark.parametrize(
+    ("config", "kind", "layout", "instruction"),
+    [
+        *((HopperConfig(cluster="m"), "bfloat16", v, "wgmma.mma_async.sp.sync.aligned.m64n256k32.f32.bf16.bf16") for v in LAYOUTS),
+        (HopperConfig(promote=True, tile_n=128), "float8_e4m3fn", (False, False, True), "wgmma.mma_async.sp.sync.aligned.m64n128k64.f32.e4m3.e4m3"),
+        *((AmpereConfig(), "bfloat16", v, "mma.sp::ordered_metadata.sync.aligned.m16n8k32") for v in LAYOUTS),
+    ],
+)  # fmt: skip
+def test_products_lower_in_every_layout(config, kind, layout, instruction):
+    if isinstance(config, AmpereConfig) and not versions.has_warp_products():
+        pytest.skip("this jax has no layouts for Ampere's instructions")
+    assert instruction in lowered(*product(config, kind, layout))
 
 
 def test_too_much_shared_memory_is_refused_before_it_is_compiled():

@@ -20,6 +20,7 @@ from nmjax.kernels import calls, shards
 from nmjax.kernels.limits import Shape
 from nmjax.kernels.targets import Target
 from nmjax.products import routes
+from tests.products.common import normal, placed
 
 FOUR = Target("interpreter", "hopper", 2, True, devices=4)
 H200 = Target("NVIDIA H200", "hopper", 132)
@@ -32,7 +33,7 @@ def mesh_of(axes):
 
 
 def random(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+    return normal(seed, *shape, dtype=jnp.bfloat16)
 
 
 SHAPES = (512, 256), (256, 384), (512, 384)
@@ -56,10 +57,6 @@ def wanted(text, arrays, equation="ti,io->to", shapes=SHAPES):
     """y, dx and dw of one device by XLA, in float32: some versions of XLA sum products of bfloat16 in bfloat16."""
     f, _ = products(text, equation, shapes, "xla")
     return f(*(jnp.asarray(np.asarray(v), jnp.float32) for v in arrays))
-
-
-def cut(arrays, mesh, specs):
-    return [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(arrays, specs, strict=True)]
 
 
 def sent(f, *arrays):
@@ -90,7 +87,7 @@ def test_four_devices_are_equal_to_one(text, place):
     mesh = mesh_of(axes)
     f, arrays = products(text)
     with jax.set_mesh(mesh):
-        there = cut(arrays, mesh, specs)
+        there = placed(mesh, arrays, specs)
         near(f(*there), wanted(text, arrays))
         assert sent(f, *there) == least
 
@@ -139,7 +136,7 @@ def test_products_in_fp8(specs, monkeypatch):
     f, arrays = products("s_ste(2,4,fp8=True)")
     alone = f(*arrays)
     with jax.set_mesh(mesh):
-        near(f(*cut(arrays, mesh, specs)), alone)
+        near(f(*placed(mesh, arrays, specs)), alone)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +164,7 @@ def test_parts_that_fit_no_kernel_are_gathered():
     text = "dx_g=mse(2,4)"
     f, arrays = products(text, shapes=((192, 128), (128, 64), (192, 64)))
     with jax.set_mesh(mesh):
-        near(f(*cut(arrays, mesh, (P("data"), P(), P("data")))), wanted(text, arrays))
+        near(f(*placed(mesh, arrays, (P("data"), P(), P("data")))), wanted(text, arrays))
 
 
 @pytest.mark.kernels
@@ -176,7 +173,7 @@ def test_no_mesh_needs_to_be_set(monkeypatch):
     monkeypatch.setattr(routes, "target", lambda backend: FOUR)
     mesh = mesh_of(LINE)
     f, arrays = products("s_ste(2,4)")
-    there = cut(arrays, mesh, (P("data"), P(), P("data")))
+    there = placed(mesh, arrays, (P("data"), P(), P("data")))
     assert sent(f, *there) == {"all-reduce": 1}
     near(f(*there), wanted("s_ste(2,4)", arrays))
 
@@ -188,6 +185,6 @@ def test_batches_and_vmap():
     f, arrays = products("s_ste(2,4)", *form)
     expected = wanted("s_ste(2,4)", arrays, *form)
     with jax.set_mesh(mesh):
-        x, w, g = cut(arrays, mesh, (P("data"), P(None, "tensor"), P("data", None, "tensor")))
+        x, w, g = placed(mesh, arrays, (P("data"), P(None, "tensor"), P("data", None, "tensor")))
         near(f(x, w, g), expected)
         near(jax.vmap(f)(*(jnp.stack([v, 2 * v]) for v in (x, w, g))), [jnp.stack([v, 4 * v]) for v in expected])

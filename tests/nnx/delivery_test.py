@@ -219,7 +219,7 @@ def test_clones_tied_layers_and_averages():
 
 def test_arrays_only_where_needed():
     """Dense layers and methods without noise add no arrays. A dense rule leaves Flax's function in the door."""
-    arrays = lambda text: len(jax.tree.leaves(nnx.state(two(text), nm.nnx.NM)))
+    arrays = lambda text: len(jax.tree.leaves(nnx.state(two(text), nm.nnx.SparsityVariable)))
     assert [arrays(t) for t in ("dense", "ste(2,4)", "bdwp()", "sdgp(2,4,over='group')")] == [0, 0, 0, 0]
     assert [arrays(t) for t in ("mvue(2,4)", "mdgf(2,4,linear(1,0,9))", "s_ste(2,4)", "fst()")] == [4, 2, 6, 6]
     assert two("dense").layers[0].dot_general is lax.dot_general
@@ -240,7 +240,7 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
     nm.nnx.sparsify(model, nm.Recipe((("up", "s_ste(2,4); dx_w=mse(2,4)"),), backend="xla"))
     site = textwrap.dedent(
         """
-        Site(
+        SiteModule(
           y_w=ste(soft(2,4)),
           dx_w=mse(2,4),
           dw_g=mvue(2,4),

@@ -91,7 +91,7 @@ def test_the_class_comes_back():
     nm.nnx.sparsify(layer, recipe("ste(2,4)"))
     assert isinstance(layer, Transposed)
     assert type(layer) is not Transposed
-    assert isinstance(layer.nm_site, nm.nnx.Site)
+    assert isinstance(layer.nm_site, nm.nnx.SiteModule)
     hard = nm.nnx.harden(layer)
     assert type(hard) is Transposed
     assert "nm_site" not in vars(hard)
@@ -165,7 +165,7 @@ def test_a_stack_in_a_scan(method):
         cells = nnx.vmap(partial(Cell, kind), in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
         getattr(cells.layer, name)[...] = jnp.sign(whole(0, 3, 16, 16))
         nm.nnx.sparsify(cells, recipe(method), seed=1)
-        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
         run = nnx.scan(lambda x, cell: cell(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
 
         def loss(cells, x, run=run):
@@ -233,7 +233,7 @@ def test_a_stack_that_looks_like_one_layer():
 
     nm.nnx.door(Wide, weight="w", input=lambda layer: (-1, layer.features))
     make = lambda: nnx.vmap(Wide, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
-    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
     run = lambda model, x: nnx.vmap(lambda model, x: model(x), in_axes=(axes, None))(model, x)
     wrong, right, x = make(), make(), whole(0, 4, 16)
     nm.nnx.sparsify(wrong, recipe("ste(2,4)"))
@@ -557,7 +557,7 @@ def test_what_a_method_changes_is_changed(jit):
     assert (dense.calls[...], counters[0][...]) == (sparse.calls[...], counters[1][...]) == (3, 48)
     assert dense.drop.rngs.count[...] == sparse.drop.rngs.count[...] == 3
     np.testing.assert_array_equal(dense.last[...], sparse.last[...])
-    states = [nnx.state(layer, nnx.filterlib.Not(nm.nnx.NM)) for layer in (dense, nm.nnx.harden(sparse))]
+    states = [nnx.state(layer, nnx.filterlib.Not(nm.nnx.SparsityVariable)) for layer in (dense, nm.nnx.harden(sparse))]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
@@ -645,15 +645,18 @@ def test_a_layer_of_flax_with_a_call_of_its_own(inputs):
         np.testing.assert_array_equal(layer(X), X @ nm.prune(nm.mse(2, 4), layer.kernel[...], axis=0))
 
 
-def test_an_array_that_a_call_leaves_in_an_attribute():
+def test_what_a_call_leaves_in_attributes_stays_there():
     class Largest(nnx.Linear):
+        calls = 0
+
         def __call__(self, x):
             y = super().__call__(x)
-            self.largest = jnp.max(y)
+            self.largest, self.calls, self.seen = jnp.max(y), self.calls + 1, ("x", x.shape)
             return y
 
     layer = nm.nnx.sparsify(Largest(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
-    assert layer(X).max() == layer.largest
+    assert layer(X).max() == layer(X).max() == layer.largest
+    assert (layer.calls, layer.seen) == (2, ("x", X.shape))
 
 
 def test_a_layer_of_flax_whose_call_takes_more():
@@ -722,7 +725,7 @@ class StackOfSquares(nnx.Module):
         self.layers = nnx.split_rngs(splits=size)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
 
     def __call__(self, x):
-        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
         return nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 

@@ -48,7 +48,7 @@ def test_all_layers_that_do_not_divide_at_once():
     assert not hasattr(model.blocks[1].conv2, "nm_site")
     fixed = nm.Recipe((*eval(f"({dense})"), (".*", "ste(2,4)")))  # the rules are Python, as printed
     nm.nnx.sparsify(model, fixed)
-    assert isinstance(model.blocks[1].conv2.nm_site, nm.nnx.Site)
+    assert isinstance(model.blocks[1].conv2.nm_site, nm.nnx.SiteModule)
     assert not hasattr(model.stem, "nm_site")
 
 
@@ -220,7 +220,7 @@ def test_a_stack_reached_without_its_axis(text):
     run = lambda axes: nnx.scan(lambda cell, x: cell(x), in_axes=(nnx.StateAxes(axes), nnx.Carry), out_axes=nnx.Carry)
     with pytest.raises(ValueError, match=sentence):
         run({nnx.Param: 0, ...: None})(cells, x)
-    assert run({nnx.Param: 0, nm.nnx.NM: 0, ...: None})(cells, x).shape == (8, 16)
+    assert run({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})(cells, x).shape == (8, 16)
 
 
 def test_set_step_in_another_trace():

@@ -67,7 +67,7 @@ def test_it_says_where_a_method_ends_dense():
     assert nm.nnx.patterns(model) == {"up/kernel": None, "down/kernel": None}
     hard = nm.nnx.harden(randomly(model))
     np.testing.assert_array_equal(hard.up.kernel[...], model.up.kernel[...])
-    assert not jax.tree.leaves(nnx.state(hard, nm.nnx.NM))
+    assert not jax.tree.leaves(nnx.state(hard, nm.nnx.SparsityVariable))
 
 
 def test_a_held_mask_is_what_hardens():
@@ -85,7 +85,7 @@ def test_inside_jit_and_of_a_split_state():
     graph, state = nnx.split(model)
     hard = jax.jit(lambda state, x: nm.nnx.harden(nnx.merge(graph, state))(x))(state, x)
     np.testing.assert_array_equal(hard, nnx.jit(lambda m, x: m(x))(nm.nnx.harden(model), x))
-    assert isinstance(model.up.nm_site, nm.nnx.Site)  # the model itself stays as it was
+    assert isinstance(model.up.nm_site, nm.nnx.SiteModule)  # the model itself stays as it was
 
 
 def test_activations_stay_pruned():

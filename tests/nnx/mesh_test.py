@@ -144,7 +144,7 @@ def test_sharding_metadata_is_the_kernels():
     with jax.set_mesh(jax.make_mesh((1, 2, 2), ("layers", "in", "out"), axis_types=(AxisType.Auto,) * 3)):
         model = make(nnx.Rngs(0).split(3))
         nm.nnx.sparsify(model, nm.Recipe(((".*", "fst()"),)))
-    specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.NM))["nm_site"]
+    specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.SparsityVariable))["nm_site"]
     assert specs["state"]["y_w"].get_value() == P("layers", "in", "out")
     assert specs["words"].get_value() == specs["time"].get_value() == P("layers", None, None)
 
@@ -164,11 +164,13 @@ def test_stacks_on_explicit_axes(text, spec):
         nm.nnx.sparsify(model, rules)
         model.kernel.set_value(model.kernel[...] ** 3)
         nnx.jit(lambda m: nm.nnx.set_step(m, 2))(model)
-        results = (nnx.state(nm.nnx.harden(model)), nm.nnx.masks(model), nnx.state(model, nm.nnx.NM))
+        results = (nnx.state(nm.nnx.harden(model)), nm.nnx.masks(model), nnx.state(model, nm.nnx.SparsityVariable))
     alone.kernel.set_value(alone.kernel[...] ** 3)
     nnx.jit(lambda m: nm.nnx.set_step(m, 2))(alone)
     for result, like in zip(
-        results, (nnx.state(nm.nnx.harden(alone)), nm.nnx.masks(alone), nnx.state(alone, nm.nnx.NM)), strict=True
+        results,
+        (nnx.state(nm.nnx.harden(alone)), nm.nnx.masks(alone), nnx.state(alone, nm.nnx.SparsityVariable)),
+        strict=True,
     ):
         for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(like), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)

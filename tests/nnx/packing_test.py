@@ -110,7 +110,9 @@ def test_a_stacks_forms_are_sliced_as_its_kernels():
     run = nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
     x = random((128, 128))
     forms = nm.nnx.pack(model, x)
-    refused = pytest.raises(ValueError, match=r"layers: .*its packed form has shape \(2, 1, 128, 128\).*nm.nnx.NM: 0")
+    refused = pytest.raises(
+        ValueError, match=r"layers: .*its packed form has shape \(2, 1, 128, 128\).*nm.nnx.SparsityVariable: 0"
+    )
     with nm.nnx.packed(model, forms), refused:
         run(model.layers, x)
 

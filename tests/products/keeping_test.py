@@ -1,19 +1,18 @@
 """The backward pass keeps a part of x, and gives the same gradient."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import nmjax as nm
 from nmjax.products.keeping import pack, packed_pattern, unpack
 from nmjax.products.operations import as_dot
 from nmjax.products.pruning import Operand, pruned
 from nmjax.products.slot import slot_context
-from tests.products.products_test import DOTS, MATMUL, TOKENS, normal, products
+from tests.products.common import MATMUL, TOKENS, normal, placed, products
+from tests.products.products_test import DOTS
 
 SLOTS = {  # the share of x that is kept, of 32 float32 features: values, and a bit for each or a place for each row
     "dw_x=rows(mvue(1,4))": 1 / 4 * (1 + 1 / 32),
@@ -103,17 +102,10 @@ def test_a_packed_form_that_is_not_smaller_is_not_made():
     assert packed_pattern((30, 32), jnp.zeros((64, 3)), Operand((0,), (1,), ())) == (30, 32)
 
 
-def test_groups_in_one_axis_are_packed_along_several():
-    x, operand = (
-        pruned("x", nm.mse(2, 4), normal(0, 2, 12, 3), Operand((0, 1), (2,), ()), nm.Ctx()),
-        Operand((0, 1), (2,), ()),
-    )
-    np.testing.assert_array_equal(unpack(pack(x, operand, (2, 4)), x.shape, operand, (2, 4)), x)
-
-
-def test_groups_over_several_axes_are_packed():
-    x, operand = normal(0, 4, 6, 3), Operand((0, 1), (2,), ())
-    x = pruned("x", nm.mse(2, 4), x, operand, nm.Ctx())
+@pytest.mark.parametrize("shape", [(2, 12, 3), (4, 6, 3)])
+def test_groups_in_one_axis_or_over_several_are_packed(shape):
+    operand = Operand((0, 1), (2,), ())
+    x = pruned("x", nm.mse(2, 4), normal(0, *shape), operand, nm.Ctx())
     assert packed_pattern((2, 4), x, operand) == (2, 4)
     np.testing.assert_array_equal(unpack(pack(x, operand, (2, 4)), x.shape, operand, (2, 4)), x)
 
@@ -127,30 +119,16 @@ def test_bits_that_do_not_fill_bytes_are_not_packed():
     np.testing.assert_allclose(dw, by_hand("dw_x=mse(2,4)", x, g), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("text", ["dw_x=mse(2,4)", "dw_x=rows(mvue(1,4))"])
-def test_devices_keep_their_own_tokens(kind, text):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
-    arrays = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)
-    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(arrays, (P("d"), P(), P("d")), strict=True)]
-    run = lambda x, w, g: products(of(text), x, w, g)
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(run).lower(*placed).compile()
-        dw = compiled(*placed)[2]
-    np.testing.assert_allclose(dw, by_hand(text, arrays[0], arrays[2]), rtol=1e-4, atol=1e-4)
-    assert not {"all-gather", "all-to-all", "collective-permute"} & {*compiled.as_text().replace("(", " ").split()}
-
-
 def test_bytes_that_would_lie_on_two_devices_are_not_packed():
     """12 tokens on each device are whole groups of four, and one and a half bytes of bits."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     arrays = normal(0, 24, 16), normal(1, 16, 8), normal(2, 24, 8)
-    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(arrays, (P("d"), P(), P("d")), strict=True)]
+    there = placed(mesh, arrays, (P("d"), P(), P("d")))
     text, operand = "dw_x=mse(2,4)", Operand((0,), (1,), ())
     assert packed_pattern((2, 4), arrays[0], operand) == (2, 4)
-    assert packed_pattern((2, 4), placed[0], operand) is None
+    assert packed_pattern((2, 4), there[0], operand) is None
     with jax.set_mesh(mesh):
-        dw = jax.jit(lambda x, w, g: products(of(text), x, w, g))(*placed)[2]
+        dw = jax.jit(lambda x, w, g: products(of(text), x, w, g))(*there)[2]
     np.testing.assert_allclose(dw, by_hand(text, arrays[0], arrays[2]), rtol=1e-4, atol=1e-4)
 
 
@@ -164,17 +142,6 @@ def test_shard_map_sums_dw_over_devices(text):
     np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["dw_x=mse(2,4)", "dw_x=rows(mvue(1,4))", "dw_g=rows(mvue(1,4))"])
-def test_texts_that_devices_share(text):
-    """Each device has some of the texts."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    x, w, g = normal(0, 8, 16, 32), normal(1, 32, 24), normal(2, 8, 16, 24)
-    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((x, P("d")), (w, P()), (g, P("d")))]
-    with jax.set_mesh(mesh):
-        dw = jax.jit(lambda x, w, g: products(of(text, TOKENS), x, w, g))(*placed)[2]
-    np.testing.assert_allclose(dw, by_hand(text, x, g, TOKENS), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("text", ["dw_x=rows(mvue(1,4))", "dw_x=mse(2,4)"])
 def test_remat_and_scan_keep_the_same(text):
     x, w = normal(0, 16, 32), jnp.stack([normal(1, 32, 32), normal(2, 32, 32)]) / 32**0.5  # tanh is far from 1 and -1
@@ -182,9 +149,3 @@ def test_remat_and_scan_keep_the_same(text):
     loss = lambda f: lambda w: jnp.sum(jax.lax.scan(lambda x, w: (f(x, w), None), x, w)[0] ** 2)
     plain, again = (jax.jit(jax.grad(loss(f)))(w) for f in (block, jax.checkpoint(block)))
     np.testing.assert_allclose(plain, again, rtol=0, atol=1e-6 * float(jnp.abs(plain).max()))
-
-
-def test_second_derivatives_are_refused():
-    f = functools.partial(lambda w, x: of("dw_x=mse(2,4)")(x, w).sum(), x=normal(0, 16, 8))
-    with pytest.raises(TypeError, match="no derivative beyond the gradient"):
-        jax.grad(lambda w: jax.grad(f)(w).sum())(normal(1, 8, 4))

@@ -17,10 +17,10 @@ from nmjax.products.operations import RaggedDot
 from nmjax.products.ragged import places, room
 from nmjax.products.routes import explain
 from nmjax.products.slot import SLOTS, slot_context
+from tests.products.common import MATMUL, fast_jit, products, whole as whole_numbers
 
 pytestmark = pytest.mark.sampled
 
-MATMUL = (((1,), (0,)), ((), ()))
 TOKENS, IN, OUT = 22, 8, 12
 SIZES = {
     "uneven": (5, 3, 8, 6),
@@ -29,24 +29,12 @@ SIZES = {
     "one expert has all": (0, 0, 22, 0),
     "no tokens at all": (0, 0, 0, 0),
 }
-fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+whole = functools.partial(whole_numbers, most=9)
 
 
-def whole(seed, *shape, dtype=jnp.float32, factor=1):
-    """Whole numbers: their sums are exact in any order."""
-    return factor * jnp.asarray(np.random.default_rng(seed).integers(-9, 10, shape), dtype)
-
-
-def operands(dtype=jnp.float32, factor=1, experts=4):
+def operands(dtype=jnp.float32, factor=1):
     """x, w and g."""
-    x, w = whole(0, TOKENS, IN, dtype=dtype, factor=factor), whole(1, experts, IN, OUT, dtype=dtype, factor=factor)
-    return x, w, whole(2, TOKENS, OUT, dtype=dtype, factor=factor)
-
-
-def products(f, x, w, g):
-    """y, dx and dw."""
-    y, back = jax.vjp(f, x, w)
-    return y, *back(g.astype(y.dtype))
+    return [factor * whole(i, *v, dtype=dtype) for i, v in enumerate(((TOKENS, IN), (4, IN, OUT), (TOKENS, OUT)))]
 
 
 def grouped(x, w, g, sizes, sparsity, ctx=nm.Ctx()):

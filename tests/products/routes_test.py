@@ -1,6 +1,6 @@
 """Which products run packed, why others do not, and that a layer's numbers do not depend on it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from nmjax.kernels.targets import Target, target
 from nmjax.products import routes
 from nmjax.products.operations import as_conv, as_dot
 from nmjax.products.routes import explain, routes_of
-
-PLAIN = (((1,), (0,)), ((), ()))
+from tests.products.common import MATMUL as PLAIN, near
 
 
 def on(kind="NVIDIA H200", axes=(("x", 1),), kinds=None):
@@ -47,15 +46,6 @@ def everything(f, *arrays, g=None, jit=True):
 
 def first_state(s, w):
     return jax.jit(lambda w: s.init(w, contract=0, out=1))(w)
-
-
-def near(a, b, bits=8):
-    """To one rounding of bf16, of the largest."""
-    for x, y in zip(a, b, strict=True):
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.abs(x - y).max() <= 2.0**-bits * np.abs(y).max()
 
 
 def packers(jaxpr) -> list[int]:
@@ -93,6 +83,9 @@ PACKED = {  # how y, dx and dw run
     "y_w=mse(2,4); dx_g=mvue(2,4); dw_x=raw(mse(2,4))": "packed packed packed",
     "y_x=fp8('e4m3'); y_w=ste(mse(2,4))": "packed dense dense",
     "y_x=mse(2,4); y_w=ste(fp8('e4m3'))": "packed dense dense",
+    **{f"{slot}=ste(mse(2,4))": "packed dense dense" for slot in ("y_x", "y_w")},  # by the one operand and the other
+    **{f"{slot}=mse(2,4)": "dense packed dense" for slot in ("dx_g", "dx_w")},
+    **{f"{slot}=mse(2,4)": "dense dense packed" for slot in ("dw_g", "dw_x")},
 }
 
 
@@ -373,34 +366,51 @@ def test_the_recipes_run_packed_in_vit_b(sizes):
             assert " ".join(route.how for route in found.values()) == hows, found
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "why"),
-    [
-        ("ste(2,4)", {"dtype": jnp.float32}, "its operands are x float32 and w float32, but kernels need bfloat16 or float16: set dtype=jnp.bfloat16 in the layer"),
-        ("ste(4,8)", {}, "w is 4:8, but sparse tensor cores support only 2:4"),
-        ("mdgf(2,4,linear(1,0,9))", {}, "y_w=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
-        ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 8 x 64"),
-        ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
-        ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
-        ("y_w=ste(fp8('e4m3'))", {}, "y_w=ste(fp8('e4m3')) leaves w dense"),
-        ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
-        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels do not support it"),
-    ],
-)  # fmt: skip
-def test_reasons(text, options, why):
-    with on():
-        found = choices(text, **{"backend": "pallas"} | options)["y"]
-    assert (found.how, found.why) == (("packed", "w by hopper's kernels") if why is None else ("emulated", why))
+FLOAT32 = "its operands are x float32 and w float32, but kernels need bfloat16 or float16: set dtype=jnp.bfloat16 in the layer"
+MOVED = "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"
+BY_KERNELS, MI300X, RTX = "w by hopper's kernels", "AMD Instinct MI300X", "NVIDIA GeForce RTX 5090"
+AUTO, MANUAL, EXPLICIT = AxisType.Auto, AxisType.Manual, AxisType.Explicit
+TWO = (("data", 8), ("model", 2))
+ANY = {"backend": "pallas"}  # whether it pays or not
+REASONS = [  # the device and its mesh, the method, the operands, the product, and its reason; of a mesh the beginning
+    ({}, "ste(2,4)", ANY | {"dtype": jnp.float32}, "y", FLOAT32),
+    ({}, "ste(4,8)", ANY, "y", "w is 4:8, but sparse tensor cores support only 2:4"),
+    ({}, "mdgf(2,4,linear(1,0,9))", ANY, "y", "y_w=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
+    ({}, "ste(2,4)", ANY | {"rhs": (4096, 1000)}, "y", "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 8 x 64"),
+    ({}, "ste(2,4)", ANY | {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, "y", BY_KERNELS),
+    ({}, "ste(2,4)", ANY | {"lhs": (64, 64, 64), "rhs": (64, 128)}, "y", MOVED),
+    ({}, "y_w=ste(fp8('e4m3'))", ANY, "y", "y_w=ste(fp8('e4m3')) leaves w dense"),
+    ({}, "s_ste(fp8=True)", ANY | {"lhs": (96, 4096)}, "y", "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
+    ({}, "ste(2,4)", ANY | {"out_sharding": PartitionSpec()}, "y", "out_sharding is given, and kernels do not support it"),
+    ({"kind": "NVIDIA A100-SXM4-80GB"}, "s_ste(fp8=True)", {}, "dx", "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"),
+    ({"kind": RTX}, "ste(2,4)", {}, "y", f"{RTX}: there are kernels for Hopper, Blackwell and Ampere only"),
+    ({"kind": MI300X}, "ste(2,4)", {}, "y", f"{MI300X} has no sparse tensor cores"),
+    ({}, "ste(2,4)", {"backend": "xla"}, "y", "backend='xla'"),
+    # every device works on its part, and "auto" expects that they share the tokens
+    ({"axes": (("data", 2), ("model", 2))}, "ste(2,4)", {"lhs": (32768, 4096)}, "y", f"{BY_KERNELS}, split over 4 devices"),
+    ({"axes": (("data", 2),)}, "mvue(2,4)", {"lhs": (8256, 4096)}, "dw", "M, N, K = 16384, 4096, 4128 do not divide into tiles of 64 x 64 x 64, on each of 2 devices"),
+    ({"axes": (("data", 3),)}, "ste(2,4)", {}, "y", "8192 tokens do not split evenly over 3 devices"),
+    ({"axes": (("data", 8),), "kinds": (MANUAL,)}, "ste(2,4)", {}, "y", BY_KERNELS),
+    ({"kinds": (EXPLICIT,)}, "ste(2,4)", {}, "y", "the mesh has explicit axes ('x' of size 1)"),
+    ({"axes": TWO, "kinds": (EXPLICIT, AUTO)}, "ste(2,4)", {}, "y", "the mesh has explicit axes ('data' of size 8), and kernels need axes that are all"),
+    ({"axes": TWO, "kinds": (AUTO, MANUAL)}, "ste(2,4)", {}, "y", "the mesh has automatic axes beside manual ones ('data' of size 8), and kernels need axes that are all"),
+    *(({"axes": TWO, "kinds": kinds}, "ste(2,4)", ANY, "y", BY_KERNELS) for kinds in ((EXPLICIT, AUTO), (AUTO, MANUAL))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "text", "options", "product", "why"), REASONS)
+def test_reasons(where, text, options, product, why):
+    with on(**where):
+        found = choices(text, **options)[product]
+    assert found.why.startswith(why) if why.startswith("the mesh has") else found.why == why
+    assert found.how == ("packed" if why.startswith(BY_KERNELS) else "emulated")
 
 
 def test_other_devices(monkeypatch):
     with on("NVIDIA A100-SXM4-80GB"):
         assert target("auto").family == "ampere"
-        assert (
-            "of the emulated speed on NVIDIA A100" in choices("ste(2,4)")["y"].why
-            or "0.11" in choices("ste(2,4)")["y"].why
-        )
-        assert choices("s_ste(fp8=True)")["dx"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
+        why = choices("ste(2,4)")["y"].why
+        assert "of the emulated speed on NVIDIA A100" in why or "0.11" in why
     monkeypatch.setattr(versions, "stores_transposed", lambda: True)
     with on("NVIDIA B200"):
         none = "no tiles have been measured on NVIDIA B200: run python -m experiments.bench tune"
@@ -408,35 +418,15 @@ def test_other_devices(monkeypatch):
         assert choices("ste(2,4)", backend="pallas")["y"].why == "w by blackwell's kernels"
         refused = choices("ste(2,4)", (8192, 4032), (4032, 16384), backend="pallas")["y"]
         assert refused.why == "M, N, K = 16384, 8192, 4032 do not divide into tiles of 128 x 64 x 128"
-    with on("NVIDIA GeForce RTX 5090"):
-        wanted = "NVIDIA GeForce RTX 5090: there are kernels for Hopper, Blackwell and Ampere only"
-        assert choices("ste(2,4)")["y"].why == wanted
-    with on("AMD Instinct MI300X"):
-        assert choices("ste(2,4)")["y"].why == "AMD Instinct MI300X has no sparse tensor cores"
-    assert choices("ste(2,4)", backend="xla")["y"].why == "backend='xla'"
 
 
-def test_a_mesh_whose_shards_xla_chooses():
-    """Every device works on its part, and "auto" expects that they share the tokens."""
+def test_a_device_multiplies_its_part():
     with on(axes=(("data", 2), ("model", 2))):
-        found = choices("ste(2,4)", (32768, 4096))["y"]
-        assert (found.how, found.why) == ("packed", "w by hopper's kernels, split over 4 devices")
-        assert found.shape.n == 8192
+        assert choices("ste(2,4)", (32768, 4096))["y"].shape.n == 8192
     with on(axes=(("data", 8), ("model", 8))):
         assert "N, K = 16384, 128, 4096, it is expected at" in choices("ste(2,4)")["y"].why
-    with on(axes=(("data", 2),)):
-        dw = choices("mvue(2,4)", (8192 + 64, 4096))["dw"]
-        assert dw.why == ("M, N, K = 16384, 4096, 4128 do not divide into tiles of 64 x 64 x 64, on each of 2 devices")
-    with on(axes=(("data", 3),)):
-        assert choices("ste(2,4)")["y"].why == "8192 tokens do not split evenly over 3 devices"
-    with on(axes=(("data", 8),), kinds=(AxisType.Manual,)):
-        assert choices("ste(2,4)")["y"].why == "w by hopper's kernels"
-    for kinds in ((AxisType.Auto, AxisType.Manual), (AxisType.Explicit, AxisType.Auto)):
-        with on(axes=(("data", 8), ("model", 2)), kinds=kinds):
-            found = choices("ste(2,4)")["y"]
-            which = "explicit axes" if AxisType.Explicit in kinds else "automatic axes beside manual ones"
-            assert found.why.startswith(f"the mesh has {which} ('data' of size 8), and kernels need axes that are all")
-            assert choices("ste(2,4)", backend="pallas")["y"].how == "packed"
+    with on():
+        assert choices("ste(2,4)", (0, 4096))["y"].how == "emulated"
 
 
 @pytest.mark.parametrize(
@@ -543,18 +533,6 @@ def test_a_plan_tells_what_is_packed():
     assert nm.nnx.plan(model).runs == {}  # which only a call tells
 
 
-@pytest.mark.kernels
-def test_sparsities_with_one_product_each():
-    """Every product alone, by the other operand too."""
-    x, w = random((64, 64)), random((64, 64), 1)
-    for slot in ("y_x", "y_w", "dx_g", "dx_w", "dw_g", "dw_x"):
-        p = nm.ste(nm.mse(2, 4)) if slot.startswith("y_") else nm.mse(2, 4)
-        s = replace(nm.Sparsity(), **{slot: p})
-        run = lambda backend, s=s: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
-        assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")[slot.split("_")[0]].how == "packed"
-        near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
-
-
 # ---- what is not to be packed, or not so ----
 
 HOSTILE = [
@@ -594,13 +572,6 @@ def test_derivatives_beyond_the_gradient():
     for backend in ("interpret", "xla"):
         with pytest.raises(TypeError, match="spmm has no derivative: differentiate a product with a sparsity"):
             jax.grad(lambda b, k=backend: nm.kernels.spmm(packed, b, backend=k).astype(jnp.float32).sum())(b)
-
-
-def test_explicit_axes_and_empty_arrays_are_xlas():
-    with on(kinds=(AxisType.Explicit,)):
-        assert "explicit axes ('x' of size 1)" in choices("ste(2,4)")["y"].why
-    with on():
-        assert choices("ste(2,4)", (0, 4096))["y"].how == "emulated"
 
 
 def test_kernels_are_checked_wherever_their_device_is(monkeypatch):

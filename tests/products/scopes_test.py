@@ -98,7 +98,7 @@ def test_names_are_metadata_alone(monkeypatch):
 def test_a_stack_of_layers_is_named_once():
     make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0)
     stack = nm.nnx.sparsify(make(jax.random.split(jax.random.key(0), 3)), nm.Recipe(((r".*", "dw_g=mvue(2,4)"),)))
-    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
     run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
     text = nnx.jit(nnx.grad(lambda stack, x: run(x, stack).sum())).lower(stack, jnp.ones((4, 8)))
     assert named(names_in(text), "the model", "dw_g")

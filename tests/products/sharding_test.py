@@ -9,21 +9,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
+from tests.products.common import MATMUL, placed, products, whole
 
 pytestmark = pytest.mark.sampled
 
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-MATMUL = (((1,), (0,)), ((), ()))
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
 def mesh_of(kind, shape=(4,), names=("d",)):
     return jax.make_mesh(shape, names, axis_types=(TYPES[kind],) * len(names))
-
-
-def whole(seed, *shape, most=3):
-    """Whole numbers: devices may add up in any order and still be exact."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), jnp.float32)
 
 
 def collectives(compiled):
@@ -56,8 +51,7 @@ def three_products(x, w, g, key, step, sparsity, out_sharding=None):
         ctx = nm.Ctx(key, step, {"y_w": jnp.float32(1)} if sparsity.y_w.facts.has_state else None)
         return nm.dot_general(x, w, MATMUL, out_sharding=out_sharding, sparsity=sparsity, ctx=ctx)
 
-    y, back = jax.vjp(f, x, w)
-    return y, *back(g)
+    return products(f, x, w, g)
 
 
 def operands(method):
@@ -76,13 +70,10 @@ def on_one_device(method):
 
 def compiled_on(mesh, layout, method, kind):
     """The three products of a method as compiled for a mesh, and the operands where they belong."""
-    placed = [
-        jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(operands(method), LAYOUTS[layout], strict=True)
-    ]
     # where both operands are sharded along what they contract, an explicit mesh wants to be told of the result
     told = NamedSharding(mesh, P()) if kind == "explicit" and layout == "in, of both" else None
     run = jax.jit(three_products, static_argnames=("sparsity", "out_sharding"))
-    arguments = (*placed, jax.random.key(3), 5)
+    arguments = (*placed(mesh, operands(method), LAYOUTS[layout]), jax.random.key(3), 5)
     with jax.set_mesh(mesh):
         return run.lower(*arguments, nm.parse(METHODS[method]), told).compile(), arguments
 
@@ -105,19 +96,9 @@ def test_sharded_is_unsharded_and_communicates_as_dense(method, layout, kind):
         np.testing.assert_array_equal(np.asarray(result), np.asarray(like))
     if layout in ("tokens", "out"):  # elsewhere the partitioner has a choice: to gather the weight, or to add up y
         assert collectives(compiled) == collectives_of_dense(layout, kind) == ["all-reduce"]
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_gradients_lie_where_their_operands_do(kind):
-    sparsity, data = nm.parse(METHODS["every slot"]), operands("every slot")
-    mesh = mesh_of(kind)
-    for layout in ("tokens", "out"):
-        x, w, g = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(data, LAYOUTS[layout], strict=True))
-        with jax.set_mesh(mesh):
-            y, dx, dw = jax.jit(three_products, static_argnames="sparsity")(x, w, g, jax.random.key(0), 0, sparsity)
-        assert y.sharding.is_equivalent_to(g.sharding, 2)
-        assert dx.sharding.is_equivalent_to(x.sharding, 2)
-        assert dw.sharding.is_equivalent_to(w.sharding, 2)
+        x, w, g, *_ = arguments
+        for result, like in zip(results, (g, x, w), strict=True):  # y, dx and dw lie where their operands do
+            assert result.sharding.is_equivalent_to(like.sharding, 2)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -130,16 +111,14 @@ def test_two_mesh_axes_and_a_sequence(kind):
         f = lambda x, w: nm.einsum(
             "bti,io->bto", x, w, sparsity=sparsity, ctx=nm.Ctx(jax.random.key(0), 0, {"y_w": jnp.float32(1)})
         )
-        y, back = jax.vjp(f, x, w)
-        return y, *back(g)
+        return products(f, x, w, g)
 
     expected = jax.jit(run)(x, w, g)
     mesh = mesh_of(kind, (2, 2), ("data", "seq"))
-    place = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
+    there = placed(mesh, (x, w, g), (P("data", "seq"), P(), P("data", "seq")))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(run).lower(place(x, "data", "seq"), place(w), place(g, "data", "seq"))
-        compiled = lowered.compile()
-        results = compiled(place(x, "data", "seq"), place(w), place(g, "data", "seq"))
+        compiled = jax.jit(run).lower(*there).compile()
+        results = compiled(*there)
     for result, like in zip(results, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(result), np.asarray(like))
     assert collectives(compiled) == ["all-reduce"]  # of dw over its tokens, as without pruning
@@ -178,12 +157,12 @@ def test_pruning_aligned_groups_moves_nothing(p, spec, axis, kind):
     """Along the sharded axis or across it: no collective, the sharding kept, and the numbers of one device."""
     x, key, expected = pruned_on_one_device(p, axis)
     mesh = mesh_of(kind)
-    placed = jax.device_put(x, NamedSharding(mesh, spec))
+    there = jax.device_put(x, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        compiled = pruning(p, axis).lower(placed, key).compile()
-        result = compiled(placed, key)
+        compiled = pruning(p, axis).lower(there, key).compile()
+        result = compiled(there, key)
     assert collectives(compiled) == []
-    assert result.sharding.is_equivalent_to(placed.sharding, 2)
+    assert result.sharding.is_equivalent_to(there.sharding, 2)
     np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 

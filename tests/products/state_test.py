@@ -66,10 +66,6 @@ def test_the_second_scale_is_of_what_the_forward_product_uses():
     np.testing.assert_allclose(state["dx_w"], (value * shrunk).sum() / (shrunk**2).sum(), rtol=1e-5)
 
 
-def test_what_remembers_nothing_needs_no_key():
-    assert nm.Sparsity(y_w=nm.ste(nm.mvue(2, 4)), dx_w=nm.mvue(2, 4)).init(W, contract=0, out=1) == {}
-
-
 def test_state_is_made_along_the_axes_of_the_product():
     """The same weight, stored either way round, has the same mask."""
     s = nm.methods.fst()

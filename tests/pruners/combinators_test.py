@@ -33,20 +33,18 @@ def group_norm(x):
     return np.repeat(np.abs(x.reshape(*x.shape[:-1], -1, 4)).sum(-1), 4, -1)
 
 
-@pytest.mark.parametrize("shape", [(8,), (6, 8), (1, 16)])
-def test_without_axes_of_space_every_group_has_a_norm(shape):
+@pytest.mark.parametrize(
+    ("shape", "space"),
+    [((8,), ()), ((6, 8), ()), ((1, 16), ()), ((3, 5, 8), (1,)), ((2, 3, 4, 8), (1, 2)), ((2, 3, 2, 2, 8), (1, 2, 3))],
+)
+def test_every_group_has_a_norm_or_with_axes_of_space_every_sample_and_channel(shape, space):
     x = normal(*shape)
     y = nm.prune(nm.rescale(nm.mse(2, 4)), jnp.asarray(x))
-    np.testing.assert_allclose(y, restored(x, group_norm), rtol=1e-6)
-    np.testing.assert_array_equal(y, nm.prune(nm.rescale(nm.mse(2, 4), "group"), jnp.asarray(x)))
-
-
-@pytest.mark.parametrize(("shape", "space"), [((3, 5, 8), (1,)), ((2, 3, 4, 8), (1, 2)), ((2, 3, 2, 2, 8), (1, 2, 3))])
-def test_with_axes_of_space_every_sample_and_channel_has_a_norm(shape, space):
-    x = normal(*shape)
-    y = nm.prune(nm.rescale(nm.mse(2, 4)), jnp.asarray(x))
-    np.testing.assert_allclose(y, restored(x, lambda v: np.abs(v).sum(space, keepdims=True)), rtol=1e-5)
-    np.testing.assert_array_equal(y, nm.prune(nm.rescale(nm.mse(2, 4), "spatial"), jnp.asarray(x)))
+    norm = (lambda v: np.abs(v).sum(space, keepdims=True)) if space else group_norm
+    np.testing.assert_allclose(y, restored(x, norm), rtol=1e-5)
+    np.testing.assert_array_equal(
+        y, nm.prune(nm.rescale(nm.mse(2, 4), "spatial" if space else "group"), jnp.asarray(x))
+    )
 
 
 def test_the_axes_of_the_product_decide_and_not_the_number_of_axes():
@@ -56,15 +54,6 @@ def test_the_axes_of_the_product_decide_and_not_the_number_of_axes():
     np.testing.assert_array_equal(run("auto", (1,)), run("spatial", (1,)))
     np.testing.assert_array_equal(run("auto", (0, 1)), run("spatial", (0, 1)))
     assert len({run("auto", space).tobytes() for space in ((), (1,), (0, 1))}) == 3
-
-
-def test_spatial_is_refused_without_axes_of_space():
-    p = nm.rescale(nm.mse(2, 4), "spatial")
-    with pytest.raises(ValueError, match=r"^rescale\(mse\(2,4\),over='spatial'\) needs spatial axes") as refused:
-        p(jnp.ones((6, 8)))
-    assert "shape" not in str(refused.value)
-    with pytest.raises(ValueError, match="needs spatial axes"):
-        jax.jit(p)(jnp.ones(8))
 
 
 def test_a_sample_under_vmap_has_no_axis_of_samples():

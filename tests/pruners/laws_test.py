@@ -289,7 +289,7 @@ def test_signs_and_powers_of_two_pass_through(case, dtype, axis):
     state = begun(case, x, axis)
     y = run(case, x, axis, state)
     same(run(case, -x, axis, state), -y, "of the negative input")
-    for power in (-20, 30):
+    for power in (-20, 30) if "now" in f"{case.p}" else (-60, 60):  # whose scale is a ratio of sums of squares
         scale = np.array(2.0**power, dtype)
         same(run(case, x * scale, axis, state), y * scale, f"of the input times 2**{power}")
 
@@ -481,33 +481,3 @@ def test_state_outlives_the_final_form(p):
     state = jax.jit(p.init)(jnp.arange(8.0))
     assert state is not None
     assert p.final_state(state) is state
-
-
-@pytest.mark.parametrize("every", [1, 5])
-def test_held_masks_are_renewed_on_time(every):
-    p = nm.hold(mse(2, 4), every)
-    x, later = jnp.array([1.0, 2, 3, 4]), jnp.array([4.0, 3, 2, 1])
-    state = p.init(x)
-    refresh = jax.jit(lambda x, step, state: p.refresh(x, -1, nm.Ctx(step=step, state=state)))
-    for step in range(1, 11):
-        new = refresh(later, step, state)
-        due = step % every == 0
-        assert new.tolist() == ([True, True, False, False] if due else [False, False, True, True])
-
-
-def test_structure_decay_of_identity_mse_and_others_follows_its_rows():
-    staged = jax.jit(lambda p, x, step: p(x, -1, nm.Ctx(step=step)), static_argnums=0)
-    p = nm.stages(_geometric)
-    x = jnp.asarray(np.random.default_rng(4).normal(size=(4, 64)), jnp.float32)
-    for step, q in (
-        (0, mse(8, 32)),
-        (9, mse(8, 32)),
-        (10, mse(2, 8)),
-        (19, mse(2, 8)),
-        (20, mse(1, 4)),
-        (LATE, mse(1, 4)),
-    ):
-        same(staged(p, x, step), np.asarray(staged(q, x, 0)))
-    p = nm.stages(_rows)
-    for step, q in ((0, nm.identity), (9, nm.identity), (10, mse(3, 4)), (20, mse(2, 4))):
-        same(staged(p, x, jnp.int32(step)), np.asarray(staged(q, x, 0)))

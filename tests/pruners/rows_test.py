@@ -11,12 +11,10 @@ import pytest
 import nmjax as nm
 from nmjax.core.context import Axes
 from nmjax.pruners.whole_rows import norms
+from tests.products.common import MATMUL, normal
+from tests.pruners.unbiased_test import water_fill
 
 DRAWS = 4000
-
-
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def test_norms_are_those_of_float64_at_every_size():
@@ -85,26 +83,13 @@ def test_zero_rows_stay_zero():
 # ---- unbiased, with the variance of the closed form ----
 
 
-def probabilities(weights, n):
-    """The inclusion probabilities of least variance: min(1, w / tau), with sum n."""
-    p, free = np.zeros(len(weights)), np.ones(len(weights), bool)
-    while True:
-        tau = weights[free].sum() / (n - (~free).sum())
-        over = free & (weights >= tau)
-        if not over.any():
-            p[free] = weights[free] / tau
-            p[~free] = 1
-            return p
-        free &= ~over
-
-
 def of_dw(text, x, g, by_xla=True):
     """Many draws of dw."""
     s = nm.parse(text)
 
     def draw(step):
         f = lambda w: nm.dot_general(
-            x, w, (((1,), (0,)), ((), ())), sparsity=s, ctx=nm.Ctx(7, step), backend="xla" if by_xla else "compact"
+            x, w, MATMUL, sparsity=s, ctx=nm.Ctx(7, step), backend="xla" if by_xla else "compact"
         )
         return jax.vjp(f, jnp.zeros((x.shape[1], g.shape[1])))[1](g)[0]
 
@@ -119,10 +104,10 @@ def test_dw_is_unbiased_and_its_variance_is_that_of_the_closed_form(slot, by, n)
     size = np.random.default_rng(3).uniform(0.1, 4, (16, 2))
     x, g = normal(4, 16, 3) * size[:, :1], normal(5, 16, 5) * size[:, 1:]
     found = of_dw(text, x, g, by_xla=n == 1)
-    length = {"lhs": np.linalg.norm(np.asarray(x, float), axis=1), "g": np.linalg.norm(np.asarray(g, float), axis=1)}
-    terms = (length["lhs"] * length["g"]) ** 2
-    weights = length["lhs"] * length["g"] if "both" in text else length["lhs" if "lhs" in text else "g"]
-    p = np.concatenate([probabilities(group, n) for group in weights.reshape(4, 4)])
+    length = {"x": np.linalg.norm(np.asarray(x, float), axis=1), "g": np.linalg.norm(np.asarray(g, float), axis=1)}
+    terms = (length["x"] * length["g"]) ** 2
+    weights = length["x"] * length["g"] if by == "both" else length[slot[-1]]
+    p = water_fill(weights.reshape(4, 4), n)[1].ravel()
     terms_of = np.einsum("ti,to->tio", np.asarray(x, float), np.asarray(g, float))
     mean = terms_of.sum(0)
     wanted = ((1 / p - 1) * terms).sum() + covariance(terms_of, p, n)

@@ -12,8 +12,10 @@ import nmjax as nm
 CASES = {
     nm.constant(0.3): {0: 0.3, 10**6: 0.3},
     nm.linear(1, 0, 10): {0: 1, 1: 0.9, 5: 0.5, 10: 0, 11: 0},
+    nm.linear(1, 0, 3, begin=7): {3: 1, 7: 1, 10: 0},
     nm.linear(2, 4, 4, begin=3): {0: 2, 3: 2, 5: 3, 7: 4, 100: 4},
     nm.cosine(1, 0, 10): {0: 1, 5: 0.5, 10: 0, 20: 0},
+    nm.cosine(1, 0, 7): {0: 1, 7: 0},
     nm.cosine(0, 3, 4, begin=4): {4: 0, 6: 1.5, 8: 3},
     nm.exponential(1e-4): {0: 1, 10920: np.exp(-1.092), 109200: np.exp(-10.92)},
     nm.exponential(1e-3, begin=100, end=1100): {0: 1, 100: 1, 1099: np.exp(-0.999), 1100: 0, 9999: 0},
@@ -30,18 +32,9 @@ def test_values(schedule, wrap):
         got = call(jnp.int32(step))
         assert got.dtype == jnp.float32
         assert got.shape == ()
-        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(schedule(step), value, rtol=1e-5, atol=1e-7)
-
-
-def test_exact_ends():
-    """Ends are exactly 1 and exactly 0, because they decide between dense, decayed and n:m."""
-    assert nm.linear(1, 0, 3)(3) == 0
-    assert nm.linear(1, 0, 3, begin=7)(7) == 1
-    assert nm.cosine(1, 0, 7)(0) == 1
-    assert nm.cosine(1, 0, 7)(7) == 0
-    assert nm.exponential(1e-4, begin=5, end=9)(5) == 1
-    assert nm.exponential(1e-4, end=9)(9) == 0
+        near = {"rtol": 0 if value in (0, 1) else 1e-5}  # ends decide between dense, decayed and n:m
+        np.testing.assert_allclose(got, value, **near)
+        np.testing.assert_allclose(schedule(step), value, **near)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -65,12 +58,6 @@ def test_a_long_ramp_ends_at_its_end_alone(steps):
         assert float(ramp(jnp.int32(steps))) == 0
         assert 0 < float(ramp(jnp.int32(steps - 1))) < 2e-5
         np.testing.assert_allclose(float(ramp(jnp.int32(steps // 2))), 0.5, rtol=1e-6)
-
-
-def test_decay_table_of_the_released_config():
-    """D has the published values at 10, 25, 50, 70 and 100 % of ViT-B's 109,200 steps, with rate 1e-4."""
-    got = [float(nm.exponential(1e-4)(int(109_200 * part))) for part in (0.1, 0.25, 0.5, 0.7, 1)]
-    np.testing.assert_allclose(got, [0.34, 0.065, 4.3e-3, 4.8e-4, 1.8e-5], rtol=0.02)
 
 
 def test_optax_by_name_is_optax():
@@ -101,12 +88,7 @@ def test_equal_schedules_share_a_trace():
         (lambda: nm.constant(float("nan")), "must be a number"),
         (lambda: nm.constant("1"), "must be a number"),
         (lambda: nm.stairs(((1, 1.0),)), "must start at step 0"),
-        (
-            lambda: nm.stairs(
-                ((0, 1.0), (5, 0.5), (5, 0.1)),
-            ),
-            "rise",
-        ),
+        (lambda: nm.stairs(((0, 1.0), (5, 0.5), (5, 0.1))), "rise"),
         (lambda: nm.stairs(()), r"takes rows \(\(0, first\)"),
         (
             lambda: nm.optax_schedule("cosine_schedul", 1.0),

@@ -73,18 +73,10 @@ def soft_in_numpy(w):
     return np.sign(w) * np.maximum(np.abs(w) - t[..., None], 0)
 
 
-def test_threshold_is_the_second_smallest():
-    rng = np.random.default_rng(0)
-    w = np.concatenate([rng.normal(size=(20_000, 4)), rng.integers(-3, 4, (20_000, 4))]).astype(np.float32)
-    np.testing.assert_array_equal(call(P, w), soft_in_numpy(w))
-    by_sorting = np.sort(np.abs(w), axis=1)[:, 1:2]
-    np.testing.assert_array_equal(soft_in_numpy(w), np.sign(w) * np.maximum(np.abs(w) - by_sorting, 0))
-
-
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (3, 4), (4, 4), (3, 8), (8, 32), (1, 128)])
-def test_any_n_of_m(n, m):
-    w = np.random.default_rng(1).normal(size=(200, m)).astype(np.float32)
-    w[::5] = np.round(w[::5])
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4), (4, 4), (3, 8), (8, 32), (1, 128)])
+def test_the_threshold_is_the_largest_dropped_value(n, m):
+    w = np.random.default_rng(1).normal(size=(2000, m)).astype(np.float32)
+    w[::5] = np.round(2 * w[::5])
     t = np.sort(np.abs(w), axis=1)[:, m - n - 1 : m - n] if n < m else np.float32(0)
     np.testing.assert_array_equal(call(nm.soft(n, m), w), np.sign(w) * np.maximum(np.abs(w) - t, 0))
 
@@ -100,27 +92,6 @@ def test_bfloat16_is_subtracted_in_float32():
     scaled = jnp.asarray(np.float32(1.483) * soft_in_numpy(wide)).astype(jnp.bfloat16)
     got = call(P, w, jnp.float32(1.483))
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(scaled.astype(jnp.float32)))
-
-
-@pytest.mark.parametrize(
-    ("draw", "beta"),
-    [
-        (lambda rng: rng.normal(size=(250_000, 4)), 1.483),
-        (lambda rng: 0.02 * rng.normal(size=(250_000, 4)), 1.483),
-        (lambda rng: rng.uniform(-1, 1, (250_000, 4)), 1.751),
-        (lambda rng: rng.laplace(size=(250_000, 4)), 1.291),
-    ],
-    ids=["gaussian", "gaussian sigma 0.02", "uniform", "laplace"],
-)
-def test_scale_of_initial_distributions(draw, beta):
-    w = draw(np.random.default_rng(3)).astype(np.float32)
-    s = soft_in_numpy(w.astype(np.float64))
-    top, bottom = (w * s).sum(1), (s * s).sum(1)
-    error = (top - beta * bottom).std() / bottom.mean() / np.sqrt(len(w))  # standard error of a ratio, to first order
-    assert error < 2e-3
-    # z = 4 over 4 comparisons: 2.5e-4; plus half a unit of the last published digit
-    assert abs(scale_of(w) - beta) < 4 * error + 5e-4
-    assert scale_of(w) == pytest.approx(top.sum() / bottom.sum(), rel=1e-5)
 
 
 def test_scale_has_the_least_squared_error():
@@ -220,22 +191,3 @@ def test_straight_through_is_the_identity(dtype, state):
     np.testing.assert_array_equal(np.asarray(back(g)[0]), np.asarray(g))
     _, tangent = jax.jvp(f, (w,), (g,))
     np.testing.assert_array_equal(np.asarray(tangent), np.asarray(g))
-
-
-def test_mask_counts_what_may_be_other_than_zero():
-    w = jnp.asarray(np.random.default_rng(11).integers(-3, 4, (500, 4)), jnp.float32)
-    mask = np.asarray(P.mask(w))
-    assert (mask.sum(1) == 2).all()
-    assert mask[call(P, w) != 0].all()
-    np.testing.assert_array_equal(mask, np.asarray(nm.mse(2, 4).mask(w)))
-
-
-@pytest.mark.parametrize(
-    "bad", [[np.inf, 1, 2, 3], [np.nan, 1, 2, 3], [-np.inf, np.nan, 1, 2], [np.inf, 1, -np.inf, 2]]
-)
-def test_non_finite_values_stay(bad):
-    """At most n entries are infinite. With more, the threshold is infinite and the result NaN: see laws_test.py."""
-    w = np.array(bad, np.float32)
-    got = call(P, w)
-    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(w))
-    assert (got[np.isinf(w)] == w[np.isinf(w)]).all()

@@ -42,22 +42,6 @@ def check_both_ways(mask, n):
     assert (mask.sum(-2) == n).all()
 
 
-@pytest.mark.slow
-def test_golden_tile():
-    tile = np.array([[4, 3, 2, 1], [-1, -3, 0.6, 0.5], [1, 2, 3, 4], [10, 2, -1, 5]], np.float32)
-    expected = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]])
-    for dtype in (np.float32, jnp.bfloat16, np.float16):
-        x = jnp.asarray(tile, dtype)
-        np.testing.assert_array_equal(masked(nm.transposable(2, 4), x), expected)
-        np.testing.assert_array_equal(masked(nm.transposable(2, 4), x, 0), expected)
-    got = nm.transposable(2, 4)(jnp.asarray(tile))
-    np.testing.assert_array_equal(np.asarray(got), np.where(expected, tile, 0))
-    assert float(jnp.abs(got).sum()) == pytest.approx(32.6, rel=1e-6)
-    sums = np.sort((patterns() * np.abs(tile)).sum((1, 2)))
-    assert sums[-1] == pytest.approx(32.6, rel=1e-6)
-    assert sums[-2] == pytest.approx(31.0, rel=1e-6)
-
-
 def test_there_are_90_patterns_and_each_is_found():
     """Every pattern can be the result: it is the optimum for its own entries."""
     all_of_them = patterns()
@@ -114,20 +98,11 @@ def test_n_of_m_both_ways_whatever_the_input(n, m, dtype):
 
 
 @pytest.mark.parametrize(("n", "m"), NM)
-def test_a_lone_non_finite_value_is_kept(n, m):
-    rng = np.random.default_rng(3)
-    tiles = rng.normal(size=(60, m, m)).astype(np.float32)
-    at = rng.integers(0, m, (2, 60))
-    tiles[np.arange(60), at[0], at[1]] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), 60)
-    assert on_tiles(nm.transposable(n, m), tiles)[np.arange(60), at[0], at[1]].all()
-
-
-@pytest.mark.parametrize(("n", "m"), NM)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_lone_non_finite_value_is_kept_at_every_place_beside_large_values(n, m, value):
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_lone_non_finite_value_is_kept_at_every_place(n, m, value):
     rng = np.random.default_rng(4)
     alone = np.eye(m * m, dtype=bool).reshape(-1, m, m)
-    for beside in (3e38, -3e38, 10 ** rng.uniform(34, 38.5, alone.shape)):
+    for beside in (3e38, -3e38, 10 ** rng.uniform(34, 38.5, alone.shape), rng.normal(size=alone.shape)):
         tiles = np.where(alone, value, beside).astype(np.float32)
         assert on_tiles(nm.transposable(n, m), tiles)[alone].all()
 
@@ -150,19 +125,6 @@ def test_whole_permutations_are_kept(n, m):
     support = np.stack([base[rng.permutation(m)][:, rng.permutation(m)] for _ in range(200)])
     tiles = (support * (0.1 + rng.random(support.shape))).astype(np.float32)
     np.testing.assert_array_equal(on_tiles(nm.transposable(n, m), tiles), support)
-
-
-def test_kept_share_of_gaussian_weights():
-    x = np.random.default_rng(5).normal(size=(1024, 1024)).astype(np.float32)
-    kept = masked(nm.transposable(2, 4), x)
-    size = np.abs(x.astype(np.float64))
-    share = (size * kept).sum() / size.sum()
-    by_tile = lambda v: v.reshape(256, 4, 256, 4).sum((1, 3)).ravel()
-    error = (by_tile(size * kept) - share * by_tile(size)).std() / by_tile(size).mean() / 256
-    assert error < 3e-4
-    assert abs(share - 0.7024) < 4 * error + 5e-5  # one comparison at z = 4, plus the last published digit
-    energy = (size**2 * kept).sum() / (size**2).sum()
-    assert abs(energy - 0.8185) < 2e-3
 
 
 def best_by_linear_programme(tile, n):
@@ -233,12 +195,3 @@ def test_convolution_kernels(n, m, layout, first, second):
         kernel = x[place]
         tiles = kernel if kernel.shape[0] == m else kernel.T  # (in, out)
         np.testing.assert_array_equal(kept[place] if kernel.shape[0] == m else kept[place].T, masked(p, tiles, 0))
-
-
-def test_what_cannot_be_tiled_is_refused():
-    with pytest.raises(ValueError, match="no other axis"):
-        nm.transposable(2, 4)(jnp.ones(8))
-    with pytest.raises(ValueError, match="divide by 4.*mse"):
-        nm.transposable(2, 4)(jnp.ones((6, 8)))
-    with pytest.raises(ValueError, match="groups of 4"):
-        nm.transposable(2, 4)(jnp.ones((8, 6)))

@@ -1,7 +1,6 @@
 """Minimum-variance unbiased pruning, tested with averages over grids of uniforms and with float64 oracles."""
 
 import itertools
-from functools import partial
 
 import hypothesis
 import hypothesis.strategies as st
@@ -154,10 +153,15 @@ def check_picks(x, out, n):
     np.testing.assert_array_equal(out[few], x[few])
 
 
-@pytest.mark.parametrize(("n", "m"), NM)
-@pytest.mark.parametrize("kind", ["fifth zeros", "nearly saturated"])
-def test_picks_of_many_random_groups(n, m, kind):
-    rng = np.random.default_rng(4)
+@pytest.mark.parametrize(
+    ("p", "kind"),
+    [
+        *((nm.mvue(*v), kind) for v in NM for kind in ("fifth zeros", "nearly saturated")),
+        (nm.mvue_approx(2, 4), "fifth zeros"),
+    ],
+)
+def test_picks_of_many_random_groups(p, kind):
+    rng, n, m = np.random.default_rng(4), p.n, p.m
     count = 200_000 if m <= 4 else 800_000 // m
     x = rng.normal(size=(count, m)).astype(np.float32)
     x[rng.random(x.shape) < 0.2] = 0
@@ -165,10 +169,12 @@ def test_picks_of_many_random_groups(n, m, kind):
         x = np.abs(x) + np.float32(0.01)
         rest = np.sort(x[:, 1:], axis=1)[:, : m - n].astype(np.float64).sum(1)
         x[:, 0] = (rest * (1 + rng.integers(-6, 7, count) * 2.0**-24)).astype(np.float32)
-    u = rng.random(count, np.float32)
-    u[::4] = rng.choice(np.array([0, ALMOST_ONE, 2**-23, 0.5], np.float32), len(u[::4]))
-    out = sample(nm.mvue(n, m), x, u)
+    u = draws(p, rng, count)
+    u[..., ::4] = rng.choice(np.array([0, ALMOST_ONE, 2**-23, 0.5], np.float32), u[..., ::4].shape)
+    out = sample_any(p, x, u)
     check_picks(x, out, n)
+    if isinstance(p, nm.mvue_approx):
+        return  # it does not keep the norm
     l1, got = np.abs(x.astype(np.float64)).sum(-1), np.abs(out.astype(np.float64)).sum(-1)
     np.testing.assert_allclose(got, l1, rtol=max(2e-6, m * 2**-25))
 
@@ -181,16 +187,19 @@ AWKWARD = st.one_of(
 )
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 4), (3, 8), (8, 32)])
-def test_picks_of_awkward_groups(n, m):
-    @hypothesis.given(
-        st.lists(AWKWARD, min_size=m, max_size=m),
-        st.one_of(st.floats(0, float(ALMOST_ONE), width=32), st.sampled_from([0.0, 0.5, float(ALMOST_ONE)])),
-    )
+@pytest.mark.parametrize(
+    "p", [*(nm.mvue(*v) for v in ((1, 2), (2, 4), (3, 4), (3, 8), (8, 32))), nm.mvue_approx(2, 4)], ids=repr
+)
+def test_picks_of_awkward_groups(p):
+    one = st.one_of(st.floats(0, float(ALMOST_ONE), width=32), st.sampled_from([0.0, 0.5, float(ALMOST_ONE)]))
+
+    @hypothesis.given(st.lists(AWKWARD, min_size=p.m, max_size=p.m), st.tuples(one, one))
     @hypothesis.settings(max_examples=150)
     def check(values, u):
-        x = np.array([values], np.float32)
-        check_picks(x, sample(nm.mvue(n, m), x, np.array([u], np.float32)), n)
+        x, u = np.array([values], np.float32), np.array(u, np.float32)
+        out = sample_any(p, x, u[:1] if isinstance(p, nm.mvue) else u[:, None])
+        assert np.isfinite(out).all()
+        check_picks(x, out, p.n)
 
     check()
 
@@ -312,28 +321,7 @@ def test_no_distribution_over_blocks_does_better(n, m):
         assert least_energy(x.astype(np.float64), n, exact) == pytest.approx(energy, rel=1e-7)
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8), (8, 32)])
-def test_no_other_inclusion_probabilities_do_better(n, m):
-    """E theta^2 >= a^2 / p by Cauchy-Schwarz, and the measured p has the least sum among feasible ones."""
-    rng = np.random.default_rng(7)
-    x = rng.normal(size=(5, m)).astype(np.float32)
-    count = 2048
-    tau, p, variance = water_fill(x, n)
-    out = on_grid(nm.mvue(n, m), x, count)
-    a = np.abs(x.astype(np.float64))
-    got = spread(out, x.astype(np.float64)) + np.sum(a**2, 1)
-    for g in range(len(x)):
-        for _ in range(200):
-            subsets = np.argsort(rng.random((40, m)), axis=1) < n
-            feasible = rng.dirichlet(np.ones(40) * rng.choice([0.1, 1, 10])) @ subsets
-            step = rng.choice([1e-3, 0.03, 0.3, 1])
-            other = np.maximum((1 - step) * p[g] + step * feasible, 1e-12)  # a convex combination, so feasible too
-            assert other.sum() <= n + 1e-9
-            assert other.max() <= 1 + 1e-9
-            assert np.sum(a[g] ** 2 / other) >= got[g] - tau[g] ** 2 * m / count - 1e-5 * got[g]
-
-
-# ---- the ways of drawing agree, powers of two are exact, NaN and infinities stay ----
+# ---- the ways of drawing agree, NaN and infinities stay ----
 
 
 def single(g, u, axis, n):
@@ -373,18 +361,6 @@ def test_the_ways_of_drawing_agree(way, n, m, dtype):
     assert (a != x.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("power", [-60, -17, -1, 1, 24, 60])
-@pytest.mark.parametrize(
-    "p", [nm.mvue(1, 4), nm.mvue(2, 4), nm.mvue(4, 8), nm.mvue_approx(2, 4), nm.uniform(2, 4)], ids=repr
-)
-def test_no_absolute_epsilon(p, power):
-    rng = np.random.default_rng(9)
-    x = np.concatenate([groups_of(k, p.m, 200, seed=2) for k in ("gaussian", "heavy", "zeros", "dominated")])
-    u = draws(p, rng, len(x))
-    scale = np.float32(2.0**power)
-    np.testing.assert_array_equal(sample_any(p, x * scale, u), scale * sample_any(p, x, u))
-
-
 def draws(p, rng, count):
     if isinstance(p, nm.mvue):
         return rng.random(count, np.float32)
@@ -398,27 +374,6 @@ def sample_any(p, x, u):
         return sample(p, x, u)
     u = (jnp.asarray(u[0])[:, None], jnp.asarray(u[1])[:, None]) if isinstance(p, nm.mvue_approx) else jnp.asarray(u)
     return np.asarray(_SAMPLE(p, jnp.asarray(x), u))
-
-
-@pytest.mark.parametrize(
-    "p", [nm.mvue(1, 4), nm.mvue(2, 4), nm.mvue(3, 8), nm.mvue_approx(2, 4), nm.mvue_approx(2, 8)], ids=repr
-)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_broken_groups_stay_visible(p, dtype):
-    """Infinities and NaN are kept first and unchanged, up to n of them. Other values fill the rest."""
-    rng = np.random.default_rng(10)
-    x = rng.normal(size=(2000, p.m))
-    bad = rng.random(x.shape) < 0.3
-    bad[np.arange(2000), rng.integers(0, p.m, 2000)] = True
-    x = jnp.asarray(np.where(bad, rng.choice([np.nan, np.inf, -np.inf], x.shape), x), dtype)
-    out = sample_any(p, np.asarray(x), draws(p, rng, 2000)).astype(np.float32)
-    x = np.asarray(x.astype(jnp.float32))
-    np.testing.assert_array_equal((~np.isfinite(out)).sum(1), np.minimum(p.n, bad.sum(1)))
-    assert ((out != 0).sum(1) <= p.n).all()
-    kept = bad & (out != 0)
-    np.testing.assert_array_equal(out[kept], x[kept])
-    whole = rng.normal(size=(2000, p.m)).astype(np.float32)
-    assert np.isfinite(sample_any(p, whole, draws(p, rng, 2000))).all()
 
 
 @pytest.mark.parametrize(
@@ -438,7 +393,7 @@ def test_finite_groups_whose_sum_overflows_are_n_of_m(p, value):
 
 
 LARGE = [nm.mvue(1, 2), nm.mvue(1, 6), nm.mvue(2, 4), nm.mvue(5, 8), nm.mvue(1, 32), nm.mvue(8, 32), nm.mvue(5, 40)]
-LARGE += [nm.mvue_approx(2, 4), nm.mvue_approx(2, 8)]
+LARGE += [nm.mvue(1, 4), nm.mvue(3, 8), nm.mvue_approx(2, 4), nm.mvue_approx(2, 8)]
 
 
 @pytest.mark.parametrize("p", LARGE, ids=repr)
@@ -456,6 +411,8 @@ def test_nothing_broken_is_lost_beside_the_largest(p, dtype):
         out = sample_any(p, x, u).astype(np.float32)
         np.testing.assert_array_equal((~np.isfinite(out) & bad).sum(1), np.minimum(p.n, bad.sum(1)))
         assert ((out != 0).sum(1) <= p.n).all()
+        kept = bad & (out != 0)
+        np.testing.assert_array_equal(out[kept], x[kept].astype(np.float32))
 
 
 @pytest.mark.parametrize("p", [p for p in LARGE if isinstance(p, nm.mvue)], ids=repr)
@@ -500,18 +457,6 @@ def test_the_draw_is_the_generators_uniform():
     np.testing.assert_array_equal(np.moveaxis(np.asarray(y), 1, -1).reshape(-1, 4), expected)
 
 
-def test_mean_over_keys():
-    """Calls with their own noise are unbiased: z-scores of the means of 64 entries over 4000 draws."""
-    x = jnp.asarray(np.random.default_rng(11).normal(size=(16, 4)), jnp.float32)
-    draw = lambda p, s: p(x, -1, nm.Ctx(key=nm.random.fold(nm.random.words(1), s)))
-    for p in (nm.mvue(2, 4), nm.mvue_approx(2, 4), nm.uniform(2, 4)):
-        out = np.asarray(jax.jit(jax.vmap(partial(draw, p)))(jnp.arange(4000)))
-        error = out.astype(np.float64).mean(0) - np.asarray(x)
-        sd = out.std(0, dtype=np.float64)
-        # 64 entries x 3 pruners at 4.5 standard errors: 1.3e-3; entries that are always kept have no spread
-        assert (np.abs(error) <= 4.5 * sd / np.sqrt(4000) + 1e-6 * np.abs(x)).all()
-
-
 # ---- the two-draw approximation ----
 
 
@@ -540,21 +485,6 @@ def measured_inclusion(x):
     return x.astype(np.float64) / out
 
 
-@pytest.mark.parametrize(
-    ("a", "expected"),
-    [
-        ((1, 2, 3, 4), (0.234524, 0.441270, 0.608333, 0.715873)),
-        ((1, 1, 1, 1), (0.5, 0.5, 0.5, 0.5)),
-        ((0.1, 0.1, 0.1, 5), (0.334059, 0.334059, 0.334059, 0.997823)),
-        ((0.3, 0.7, 1.2, 2), (0.179221, 0.397669, 0.624575, 0.798535)),
-    ],
-)
-def test_inclusion_probabilities_of_two_draws(a, expected):
-    np.testing.assert_allclose(inclusion(a, 4), expected, atol=6e-7)
-    got = measured_inclusion(np.array([a, [-v for v in a]], np.float32))
-    np.testing.assert_allclose(got, [expected, expected], atol=1e-6)
-
-
 @pytest.mark.parametrize("m", [4, 8])
 def test_two_draws_divide_by_the_true_probability(m):
     x = groups_of("gaussian", m, 300, seed=3)
@@ -579,26 +509,6 @@ def test_two_draws_are_unbiased(scale):
     assert (np.abs(x) <= np.abs(x).sum(1, keepdims=True) * 2 / count)[~seen].all()
 
 
-def test_two_draws_keep_two_and_no_zeros():
-    rng = np.random.default_rng(12)
-    x = rng.normal(size=(200_000, 4)).astype(np.float32)
-    x[rng.random(x.shape) < 0.2] = 0
-    u = rng.random((2, len(x)), np.float32)
-    u[:, ::4] = rng.choice(np.array([0, ALMOST_ONE], np.float32), (2, len(u[0, ::4])))
-    check_picks(x, sample_any(nm.mvue_approx(2, 4), x, u), 2)
-
-
-@hypothesis.given(
-    st.lists(AWKWARD, min_size=4, max_size=4),
-    st.tuples(st.floats(0, float(ALMOST_ONE), width=32), st.floats(0, float(ALMOST_ONE), width=32)),
-)
-def test_two_draws_of_awkward_groups(values, u):
-    x = np.array([values], np.float32)
-    out = sample_any(nm.mvue_approx(2, 4), x, np.array(u, np.float32)[:, None])
-    assert np.isfinite(out).all()
-    check_picks(x, out, 2)
-
-
 def test_variance_of_two_draws():
     rng = np.random.default_rng(13)
     blocks = 100_000
@@ -618,19 +528,6 @@ def test_variance_of_two_draws():
         error = (variance - ratio * energy).std() / energy.mean() / np.sqrt(blocks)
         assert abs(ratio - stated) < 4 * error + 1e-4  # 2 comparisons at z = 4, plus the last published digit
         assert error < 1e-3
-
-
-def test_variance_of_two_draws_approaches_twice_the_optimum():
-    x = np.array([[1, 1, 1, t] for t in (10, 100, 10_000)], np.float32)
-    p = np.array([inclusion(v, 4) for v in x])
-    np.testing.assert_allclose(measured_inclusion(x), p, rtol=1e-5)
-    two_draws = np.sum(x.astype(np.float64) ** 2 * (1 / p - 1), 1)
-    np.testing.assert_allclose(two_draws / water_fill(x, 2)[2], [1.61, 1.952, 1.9995], atol=6e-3)
-
-
-def test_only_two_draws():
-    with pytest.raises(ValueError, match="mvue\\(1,4\\)"):
-        nm.mvue_approx(1, 4)
 
 
 # ---- random pruning ----

@@ -56,38 +56,6 @@ def test_structure_decay_phases():
     ]  # the last one lasts to the end
 
 
-@pytest.mark.parametrize("kind", ["stepwise", "geometric"])
-def test_structure_decay_over_steps(kind):
-    s = nm.methods.sdgf(1, 4, kind=kind, steps=60, dense=10, k=4)
-    w = jax.random.normal(jax.random.key(0), (32, 5))
-    got = [int(jnp.sum(nm.prune(s.y_w, w, axis=0, step=step) != 0)) for step in range(0, 65, 5)]
-    shares = {"stepwise": [160] * 2 + [120] * 4 + [80] * 3 + [40] * 4, "geometric": [160] * 2 + [40] * 11}[kind]
-    assert got == shares  # 10 dense; 50 steps in thirds, from 10, 26 and 43
-
-
-def test_mask_decay_over_steps():
-    s = nm.methods.mdgf(2, 4, nm.linear(1, 0, 70, begin=10))
-    w = jnp.array([1.0, 2.0, 3.0, 4.0])
-    for step, d in ((0, 1.0), (10, 1.0), (45, 0.5), (80, 0.0), (99, 0.0)):
-        np.testing.assert_array_equal(nm.prune(s.y_w, w, step=step), np.float32([d, 2 * d, 3, 4]))
-    np.testing.assert_array_equal(nm.prune(s.y_w.final, w), [0, 0, 3, 4])
-
-
-def test_fst_phases():
-    s = nm.methods.fst(dense_from=100)
-    w = jax.random.normal(jax.random.key(0), (16, 8))
-    state = s.init(w, contract=0, out=1)
-    call = lambda slot, x, step, **ctx: getattr(s, slot)(x, 0, nm.Ctx(step=step, **ctx))
-    sparse, tail = (call("y_w", w, step, state=(state["y_w"][0], None)) for step in (99, 100))
-    assert bool(nm.groups.is_nm(sparse, 2, 4, 0))
-    assert bool(nm.groups.is_nm(sparse, 2, 4, 1))
-    np.testing.assert_array_equal(tail, w)
-    key = nm.random.words(0)
-    assert bool(nm.groups.is_nm(call("dw_g", w, 99, key=key), 2, 4, 0))
-    np.testing.assert_array_equal(call("dw_g", w, 100, key=key), w)
-    assert s.y_w.final == nm.identity
-
-
 def test_squared_relu_activations():
     """2:4 by magnitude of relu(y)**2 is relu(.)**2 of the two largest, signed: the paper's order of the two."""
     y = jax.random.normal(jax.random.key(0), (50, 16))

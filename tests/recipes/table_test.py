@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from nmjax.kernels.targets import BACKENDS
-from nmjax.recipes.text import METHODS
 from tests.networks import GPT
 
 STE, MVUE = nm.methods.ste(2, 4), nm.methods.mvue(2, 4)
@@ -45,16 +44,6 @@ def test_without_a_rule_a_layer_is_dense():
 
 
 # ---- values ----
-
-
-@pytest.mark.parametrize(
-    "text", [f"{name}()" for name in METHODS if name != "mdgf"] + ["mdgf(1,8,linear(1,0,9))", "s_ste(2,4,fp8=True)", "fst(dense_from=9)", "s_ste(); dx_g=rescale(mse(1,8),over='group')"]
-)  # fmt: skip
-def test_rules_are_values_and_survive_their_text(text):
-    recipe = nm.Recipe(((".*", text),))
-    ((_, sparsity),) = recipe.rules
-    assert sparsity == nm.parse(text) == nm.parse(str(sparsity))
-    assert nm.Recipe(((".*", str(sparsity)),)) == recipe
 
 
 def test_equality_hash_and_text():

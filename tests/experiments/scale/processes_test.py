@@ -218,19 +218,6 @@ def test_slurm_is_found_by_itself(alone, tmp_path):
     assert "in 2 processes" in texts[0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [
-        ("two", "write auto, off, or HOST:PORT,N,I"),
-        ("localhost:1234,2,2", "the number of this process is 2, and must be less than the number of processes, 2"),
-        ("localhost,2,0", "write auto, off, or HOST:PORT,N,I"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(asked, why):
-    with pytest.raises(Mistake, match=why):
-        command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--distributed={asked}"], "")
-
-
 @pytest.mark.parametrize("who", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_several_of_one_command_that_do_not_know_of_each_other_are_refused(who, monkeypatch):
     monkeypatch.setenv(who, "2")

@@ -96,18 +96,6 @@ def test_devices_tell_each_other_no_more_than_they_must(name, loop):
     assert moved("all-reduce") <= 1.01 * m.config.accumulate * (wanted["all-reduce"] + 2 * wanted["reduce-scatter"])
 
 
-WRONG = {
-    (3, 1): r"config.mesh.fsdp=3 x config.mesh.tensor=1 is 3 devices, which do not divide the 4",
-    (0, 1): r"config.mesh.fsdp=0 is not a number of devices",
-}
-
-
-@pytest.mark.parametrize("mesh", WRONG)
-def test_meshes_that_cannot_be(mesh):
-    with pytest.raises(Mistake, match=WRONG[mesh]):
-        made(*mesh)
-
-
 def test_groups_on_two_devices_are_refused_with_what_to_write():
     """The layer out of the attention has 64 in-features: 2 x 32 are whole groups of 32, and 4 x 16 are not."""
     text = "--config.sparsity.blocks=y_w=ste(mse(16,32))"

@@ -183,15 +183,6 @@ def test_a_package_that_is_missing_is_told_before_anything_begins(name, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_words_of_a_sink(tmp_path):
-    words = ["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'run'}"]
-    assert not command.read(words).sink
-    with pytest.raises(Mistake, match="--sink=wandbb: value should be one of <wandb.trackio.mlflow>"):
-        command.main([*words, "--sink=wandbb"], "")
-    with pytest.raises(Mistake, match="--sink needs a run that trains. With --mode=plan, leave it out."):
-        command.main([*words, "--sink=wandb", "--mode=plan"], "")
-
-
 # ---- the real ones ----
 
 TWICE = """

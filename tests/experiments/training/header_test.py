@@ -9,8 +9,7 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments import command
-from experiments.data import images
-from experiments.errors import Missing, Mistake
+from experiments.errors import Missing
 from experiments.training import header
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan
 from nmjax.pruners import identity
@@ -93,24 +92,6 @@ def test_a_plan_does_without_the_data_and_a_run_does_not(words, data, tmp_path, 
     with pytest.raises(Missing, match="found no|which does not exist"):
         command.main(["launch.py", f"--config={config_file}", *changes, f"--workdir={tmp_path / 'run'}"], "")
     assert not list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.usefixtures("_nowhere")
-def test_a_plan_needs_sizes(tmp_path):
-    for words, why in (
-        (["configs/gpt_24.py", "--config.data.name=my.txt", "--config.data.tokenizer=a.json"], "found none of my.txt"),
-        (
-            ["configs/gpt_24.py", "--config.data.name=my.txt", "--config.steps=0", "--config.epochs=1"],
-            "found none of my",
-        ),
-        (["configs/vit_24.py:folder"], "needs --config.data.dir=DIR"),
-        (["configs/vit_24.py", "--config.data.name=a.npz"], "found no a.npz"),
-    ):
-        with pytest.raises(Missing, match=why):
-            command.main(["launch.py", f"--config={words[0]}", *words[1:], "--mode=plan"], "")
-    (tmp_path / "file").touch()
-    with pytest.raises(Mistake, match="is a file, not a folder"):
-        images.load("cifar10", tmp_path / "file")
 
 
 def test_the_time_that_is_expected_of_chosen_rows():

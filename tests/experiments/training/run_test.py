@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ from flax import nnx
 from experiments import command, config_files, files
 from experiments.bench import train as bench
 from experiments.errors import Failed, Mistake
-from experiments.training import image, tasks
+from experiments.training import image
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import (
     as_people_run_it as as_people_run_it,
@@ -26,6 +25,7 @@ from tests.experiments.runs import (
     steps,
     xla_flags,
 )
+from tests.experiments.training.board_test import events
 
 pytestmark = pytest.mark.sampled
 
@@ -243,36 +243,6 @@ def test_weights_that_are_drawn_have_no_flips():
     assert made.hardening_refusal
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("vit_24", "rules=(('mlp','blocks'),)", r"(?s)apply to no layer.*The layers are:\n  blocks/0"),
-        (
-            "vit_24",
-            "rules=(('patches','blocks'),)",
-            r"(?s)patches: .* where it has one value, and a group has 4.*  \(r\"patches\", \"dense\"\),",
-        ),
-        ("vit_24", "batch=6", "4 devices"),
-        ("vit_24", "model.size=tine", r"config.model.size='tine' is not known. Did you mean 'tiny'\?"),
-        ("vit_24", "model.patch=3", "the model: patch must divide image"),
-        ("vit_24", "dtype=float16", "config.dtype"),
-        ("gpt_sste", "data.length=1000000", "longer text"),
-        ("gpt_sste", "data.tokenizer=absent.json", "absent.json"),
-    ],
-)
-def test_what_cannot_be_done_is_said(name, change, said):
-    """In one line, except for what is a list."""
-    with pytest.raises(Mistake, match=said) as caught:
-        program(f"configs/{name}.py:smoke", f"--config.{change}")
-    assert ("\n" in str(caught.value)) == ("(?s)" in said)
-
-
-def test_missing_data_are_one_line():
-    with pytest.raises(Mistake, match="absent.txt") as caught:
-        tasks.task(command.read(["launch.py", "--config=configs/gpt_sste.py", "--config.data.name=absent.txt"]).config)
-    assert "\n" not in str(caught.value)
-
-
 # ---- whole runs ----
 
 
@@ -349,16 +319,10 @@ def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
 
 @pytest.mark.processes
 def test_tensorboard_reads_its_events(finished):
-    from tensorboardX.proto import event_pb2
-
-    (file,) = (finished[0] / "tensorboard").iterdir()
-    data, found = file.read_bytes(), {}
-    while data:  # records: length, its checksum, bytes, their checksum
-        (size,) = struct.unpack("<Q", data[:8])
-        event = event_pb2.Event.FromString(data[12 : 12 + size])
+    found = {}
+    for event in events(finished[0] / "tensorboard"):
         for value in event.summary.value:
             found.setdefault(value.tag, []).append(event.step)
-        data = data[16 + size :]
     assert found["train/loss"] == [1, 2, 3, 4]
     assert found["eval/hardened_accuracy"] == [2, 4]
     assert found["sparsity/flip_rate/blocks/0/mlp/up/kernel"] == [0, 2]
@@ -377,23 +341,14 @@ def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
 
 
 @pytest.mark.processes
-def test_a_finished_run_is_left_as_it_is(finished):
+def test_a_finished_run_is_left_as_it_is_and_a_directory_is_of_one_config(finished):
     workdir, _ = finished
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
-    said = launch("--config=configs/vit_sste.py:smoke", f"--workdir={workdir}").stdout
-    assert said.startswith("finished already")
-    assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
-
-
-@pytest.mark.processes
-def test_a_directory_is_of_one_config(finished):
-    workdir, _ = finished
-    done = launch("--config=configs/vit_sste.py:smoke", f"--workdir={workdir}", "--config.seed=1", code=2)
-    assert "holds a run of another config" in done.stderr
-    assert "seed: 0 there, 1 here" in done.stderr
+    assert launch("--config=configs/vit_sste.py:smoke", f"--workdir={workdir}").stdout.startswith("finished already")
     done = launch("--config=configs/vit_dense.py:smoke", f"--workdir={workdir}", "--mode=eval", code=2)
     assert "sparsity.blocks: 's_ste(2,4)' there, None here" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow

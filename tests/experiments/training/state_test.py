@@ -1,11 +1,14 @@
-"""States of runs: the noise of another seed."""
+"""States of runs: their noise is that of their seed."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import nmjax as nm
 from experiments.training.state import State, reseeded
+from nmjax.nnx.layers import layers
+from tests.experiments.runs import as_people_run_it as as_people_run_it, shared
 
 
 class Net(nnx.Module):
@@ -45,3 +48,20 @@ def test_a_state_with_the_noise_of_another_seed():
             assert bool(jnp.all(value == (wanted if path in noise else before)[path]))
         for path in noise:
             assert bool(jnp.any(before[path] != wanted[path]))
+
+
+def test_the_noise_of_each_layer_is_that_of_the_seed():
+    program = shared("configs/vit_24.py:smoke")
+    found = []
+    for seed in (0, 1):
+        state = program.init(jnp.uint32(seed))
+        model = nnx.merge(program.graph, state.params, state.rest)
+        sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
+        words = {path: site.words[...].ravel() for path, site in sites.items() if site.words is not None}
+        alone = nm.nnx.sparsify(program.task.make(nnx.Rngs(0)), program.recipe, seed=jax.random.key(seed))
+        for layer in layers(alone):
+            if layer.path in words:
+                np.testing.assert_array_equal(words[layer.path], layer.site.words[...].ravel())
+        found += map(tuple, words.values())
+    assert found
+    assert len(set(map(tuple, np.asarray(found).tolist()))) == len(found)

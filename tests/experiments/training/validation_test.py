@@ -96,15 +96,6 @@ def test_few_images_in_memory_have_a_note_too(tmp_path):
     assert not tasks.task(read("--config=configs/vit_24.py")).notes  # 144 digits
 
 
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [(-0.1, "is not a share: write 0 or a share below 1"), (1.0, "is not a share"), (0.9999, "no training data")],
-)
-def test_shares_that_leave_nothing_are_refused(share, said):
-    with pytest.raises(Mistake, match=said):
-        tasks.task(read("--config=configs/vit_dense.py:smoke", f"--config.data.validation={share}"))
-
-
 def test_no_batch_holds_an_image_of_the_validation_split():
     made = program("configs/vit_dense.py:smoke", "--config.data.crop=0", "--config.data.smoothing=0")
     task, whole = made.task, images.load("digits").train[0].astype(np.float32)
