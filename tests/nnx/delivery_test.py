@@ -109,9 +109,9 @@ def test_two_layers_of_one_shape_draw_apart():
     nm.nnx.sparsify(model, recipe("mvue(2,4)"))
     assert not np.array_equal(model.a.nm_site.words[...], model.b.nm_site.words[...])
     other = nm.nnx.sparsify(nnx.clone(model), recipe("mvue(2,4)"), seed=1)
-    assert not equal(nnx.state(model, nm.nnx.NM), nnx.state(other, nm.nnx.NM))
+    assert not equal(nnx.state(model, nm.nnx.SparsityVariable), nnx.state(other, nm.nnx.SparsityVariable))
     nm.nnx.reseed(model, 1)
-    assert equal(nnx.state(model, nm.nnx.NM), nnx.state(other, nm.nnx.NM))
+    assert equal(nnx.state(model, nm.nnx.SparsityVariable), nnx.state(other, nm.nnx.SparsityVariable))
 
 
 def test_a_compiled_step_stays_valid_when_seed_step_or_state_are_set_outside_of_it():
