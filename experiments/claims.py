@@ -80,9 +80,8 @@ def judged(name: str, results: Path) -> Judged:
       Mistake: If the results cannot be read, or are of an arm that the study does not have.
     """
     its_study, path = study(name), results / f"{name}.jsonl"
-    module, variant = its_study.module, its_study.variant
-    lines = read(path)
-    changes, wanted = module.arms(variant), module.seeds(variant)
+    lines, design = read(path), its_study.design
+    changes, wanted = design.arms, design.seeds
     by_changes = {str(sorted(of.items())): arm for arm, of in changes.items()}
     runs: dict[str, list[dict]] = {arm: [] for arm in changes}
     for line in lines:
@@ -94,8 +93,8 @@ def judged(name: str, results: Path) -> Judged:
     for arm, of in runs.items():
         _check(path, arm, of)
     arms = {arm: arm_of(changes[arm], of) for arm, of in runs.items()}
-    gate = module.gate(variant)
-    return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), step_times(name, results), results)
+    of_arms = step_times(name, results)
+    return judge(name, its_study, lines, arms, wanted, design.gate, design.claims, of_arms, results)
 
 
 def _check(path: Path, arm: str, lines: list[dict]) -> None:

@@ -68,7 +68,7 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
       workdir: The directory.
     """
     its_study = recorded.study(name)
-    changes = [{field_of(name): method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
+    changes = [{field_of(name): method, "seed": seed} for seed in its_study.design.seeds[:count]]
     head = f'"""The runs of a method in the study {name}: {method}"""\n\n'
     head += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
     config_file = workdir / "config.py"
@@ -82,8 +82,7 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
 
 def field_of(name: str) -> str:
     """Return the field of the config that holds the method in a study."""
-    of = recorded.study(name)
-    return next(iter(of.module.arms(of.variant)["dense"]))
+    return next(iter(recorded.study(name).design.arms["dense"]))
 
 
 def estimate(one: Judged, count: int) -> str:

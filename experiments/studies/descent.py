@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import PLUS_MINUS, percent
+from experiments.report.words import PLUS_MINUS, markdown_table, percent
 from experiments.studies import looking, methods
 from experiments.training.program import Program
 
@@ -68,14 +67,7 @@ def make_look(program: Program) -> looking.Look:
     return look
 
 
-def config(method: str, seed: int) -> ConfigDict:
-    """Return the config of the run of a method and a seed."""
-    return looking.method_config(NETWORK, METHODS[method], seed)
-
-
-def run(method: str, seed: int, *changes: str) -> tuple[dict[str, list], list[str]]:
-    """Train with a method and a seed while looking, and return the measures and the notes on the data."""
-    return looking.run(NETWORK, make_look, EVERY, METHODS[method], seed, *changes)
+config, run = looking.case(NETWORK, METHODS, make_look, EVERY)
 
 
 def summary(line: dict) -> dict[str, float]:
@@ -104,11 +96,11 @@ HEAD = {  # the columns' titles
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table of the figures, and two pictures over the steps: the flips, and actual over predicted descent."""
-    table = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"]
+    table = [["method", *HEAD.values()]]
     flips, amount = [], []
     for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
         of_method = [line for line in lines if line["case"]["method"] == method]
-        table.append(f"| {' | '.join([method, *_cells(of_method)])} |")
+        table.append([method, *_cells(of_method)])
         rows = [_arrays(line) for line in of_method]
         curves = [cv.smoothed(cv.Curve("", row["step"], row["flips"]), BINS)[-1] for row in rows]
         flips.append(cv.banded(curves, method, colour=f"s{n}"))
@@ -121,7 +113,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
     note = f"{PLUS_MINUS} The greatest rise is that of all seeds. For the curves, the steps are divided into {BINS} "
     note += "bins. Each point is the mean of a bin, or the median for the amount of descent."
-    return "\n".join([*table, "", note]), pictures
+    return "\n".join([markdown_table(table, narrow=True), "", note]), pictures
 
 
 def _cells(lines: list[dict]) -> list[str]:

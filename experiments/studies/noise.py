@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import PLUS_MINUS
+from experiments.report.words import PLUS_MINUS, markdown_table, spread
 from experiments.studies import forms, looking
 from experiments.training.program import Program
 
@@ -50,14 +49,7 @@ def make_look(program: Program) -> looking.Look:
     return look
 
 
-def config(method: str, seed: int) -> ConfigDict:
-    """Return the config of the run of a method and a seed."""
-    return looking.method_config(NETWORK, METHODS[method], seed)
-
-
-def run(method: str, seed: int, *changes: str) -> tuple[dict[str, list], list[str]]:
-    """Train with a method and a seed while looking, and return the measures and the notes on the data."""
-    return looking.run(NETWORK, make_look, EVERY, METHODS[method], seed, *changes)
+config, run = looking.case(NETWORK, METHODS, make_look, EVERY)
 
 
 def describe(line: dict) -> str:
@@ -70,7 +62,7 @@ MEASURES = {  # what a look returns, and the titles of its pictures
     "second moment": "Norm of Adam's second moment",
     "variance of the second moment": "Variance of Adam's second moment",
 }
-SHORT = {"gradient variance": "variance of \\|dw\\|"}  # in the head of the table
+SHORT = {"gradient variance": "variance of |dw|"}  # in the head of the table
 ALL = "gradient variance"  # the table has its mean over all steps too
 DRAWN = ("gradient variance", "second moment")  # the measures with a picture; the table has all
 
@@ -79,7 +71,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table relative to dense, of all steps and of the last tenth of them, and pictures over all steps."""
     heads = [f"{SHORT.get(name, name)} / dense, last tenth" for name in MEASURES]
     heads.insert(0, f"{SHORT[ALL]} / dense, all steps")
-    table = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    table = [["method", *heads]]
     curves: dict[str, list[cv.Curve]] = {name: [] for name in MEASURES}
     dense: dict[str, dict[int, float]] = {}
     dense_mean: dict[int, float] = {}
@@ -97,11 +89,11 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             cells.append(_quotient(last, dense[name]))
             smooth = [cv.smoothed(curve, 20)[-1] for curve in by_seed.values()]
             curves[name].append(cv.banded(smooth, method, colour=f"s{n}"))
-        table.append(f"| {' | '.join(cells)} |")
+        table.append(cells)
     note = f"Ratios to the dense run with the same seed: means over seeds. {PLUS_MINUS} "
     note += "For the curves, the steps are divided into 20 bins. Each point is the mean of a bin."
     pictures = {name.replace(" ", "_"): _draw(name, curves[name]) for name in DRAWN}
-    return "\n".join([*table, "", note]), pictures
+    return "\n".join([markdown_table(table, narrow=True), "", note]), pictures
 
 
 def _last_tenth(curve: cv.Curve) -> float:
@@ -111,8 +103,7 @@ def _last_tenth(curve: cv.Curve) -> float:
 def _quotient(values: dict[int, float], dense: dict[int, float]) -> str:
     """Return the mean over seeds of the ratio to dense, and its standard error, as text."""
     shares = [value / dense[seed] for seed, value in values.items() if seed in dense]
-    error = f" ± {np.std(shares, ddof=1) / len(shares) ** 0.5:.2f}" if len(shares) > 1 else ""
-    return f"{np.mean(shares):.2f}{error}"
+    return spread(shares, ".2f")
 
 
 def _draw(name: str, curves: list[cv.Curve]) -> str:

@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.data import labelled
 from experiments.data.find import find
+from experiments.report.words import markdown_table
 from nmjax.oneshot import texts
 
 METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
@@ -117,9 +118,9 @@ def describe(line: dict) -> str:
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table, and no pictures."""
-    rows = ["| Gemma 3 270M, 2:4 in one shot | perplexity | mean relative error of a layer |", "|---|---|---|"]
+    rows = [["Gemma 3 270M, 2:4 in one shot", "perplexity", "mean relative error of a layer"]]
     for line in lines:
         perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
         method = line["case"]["method"]
-        rows.append(f"| {NAMES.get(method, method)} | {perplexity:.1f} | {error:.3f} |")
-    return "\n".join(rows), {}
+        rows.append([NAMES.get(method, method), f"{perplexity:.1f}", f"{error:.3f}"])
+    return markdown_table(rows, narrow=True), {}

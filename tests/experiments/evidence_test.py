@@ -25,7 +25,7 @@ DW = "MdGf (30 %) + MVUE(dw)"
 
 def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
     study = recorded.study(name)
-    changes = study.module.arms(study.variant)[arm] | {"seed": seed}
+    changes = study.design.arms[arm] | {"seed": seed}
     (member,) = members.listed(config_files.load(study.config_file), [changes])
     return {
         "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
@@ -432,20 +432,20 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", STUDIES)
 def test_claims_are_about_arms_of_the_study(name):
     module, variant = recorded.study(name)[:2]
-    arms, said = module.arms(variant), module.claims(variant)
+    _, gate, seeds, arms, said = module.design(variant)
     assert len({str(changes) for changes in arms.values()}) == len(arms)
     assert {arm for claim in said for arm in (claim.first, claim.second)} <= {*arms}
-    assert module.gate(variant).worse in arms
-    assert len(module.get_sweep(variant)) == len(arms) * len(module.seeds(variant))
+    assert gate.worse in arms
+    assert len(module.get_sweep(variant)) == len(arms) * len(seeds)
 
 
 def test_the_main_claims_follow_their_rule():
     """A config file's method meets dense training and its rivals. A paper's method meets one other, once a network."""
     found = {}
     for one in map(recorded.study, STUDIES):
-        for claim in one.module.claims(one.variant):
+        for claim in one.design.claims:
             if claim.about:
-                found.setdefault((claim.about, one.module.gate(one.variant).network), []).append((one.module, claim))
+                found.setdefault((claim.about, one.design.gate.network), []).append((one.module, claim))
     assert {about for about, _ in found} == {*ABOUT}
     for (about, network), claims_of in found.items():
         seconds = {claim.second.partition(",")[0] for _, claim in claims_of}
@@ -460,9 +460,9 @@ def test_the_main_claims_follow_their_rule():
 def test_a_main_claim_about_a_config_is_about_its_method(about):
     config = config_files.load(about)
     for one in map(recorded.study, STUDIES):
-        for claim in one.module.claims(one.variant):
+        for claim in one.design.claims:
             if claim.about == about:
-                method = claims.recipe_of(one, one.module.arms(one.variant)[claim.first])
+                method = claims.recipe_of(one, one.design.arms[claim.first])
                 assert method == settings.recipe(config, 1000)
 
 
@@ -473,7 +473,7 @@ ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu
 def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
-    base, arms = config_files.load(study.config_file), study.module.arms(study.variant)
+    base, arms = config_files.load(study.config_file), study.design.arms
     config = lambda arm: members.listed(base, [arms[arm] | {"seed": 0}])[0].config
     found = 0
     for rival in arms:
