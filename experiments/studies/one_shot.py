@@ -34,6 +34,7 @@ from nmjax.oneshot import texts
 METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
 NAMES = {"wanda": "Wanda", "ria": "RIA", "sparsegpt": "SparseGPT"}  # in the table
 WINDOWS, LENGTH, LINES = 32, 512, 128
+RECIPE = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
 CASES = [{"method": method} for method in METHODS]
 _JOINED = {
     " @-@ ": "-",
@@ -102,8 +103,7 @@ def run(method: str) -> tuple[dict[str, list], list[str]]:
     """Return the perplexity of a method, and the mean error of a layer's output."""
     model, errors = nm.checkpoints.load(folder()), [[0.0, 0.0]]
     if method != "dense":
-        recipe = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
-        pruned = nm.nnx.prune(model, recipe, calibration(folder()), getattr(nm.oneshot, method))
+        pruned = nm.nnx.prune(model, RECIPE, calibration(folder()), getattr(nm.oneshot, method))
         model, errors = pruned.model, list(pruned.errors.values())
     graph, state = nnx.split(model)
     losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]

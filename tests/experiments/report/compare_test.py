@@ -276,7 +276,7 @@ def test_figures_tell_methods_apart(tmp_path):
         run(tmp_path / str(number), method, 0, 0.8 + 0.02 * number)
     page = compare_page.render(compared(tmp_path))
     labels = re.findall(">([^<>]*)</text>", page)
-    for label in ("…30%)); dw_g=mv…", "…50%)); dw_g=mv…", "…70%)); dw_g=mv…", "dense"):
+    for label in ("…30%)); dw_g=mvue…", "…50%)); dw_g=mvue…", "…70%)); dw_g=mvue…", "dense"):
         assert labels.count(label) == 2  # in the curves, and against effective FLOPs
     assert all(f'style="background:var(--s{n})"' in page for n in range(4))
 
