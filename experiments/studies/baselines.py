@@ -169,12 +169,6 @@ def run(data: str, method: str) -> tuple[dict[str, list], list[str]]:
     return {name: [float(f"{value:.5g}")] for name, value in rows}, [found.note] if found.note else []
 
 
-def describe(line: dict) -> str:
-    """Return the score of a line of results in words."""
-    rows = line["rows"]
-    return f"loss {rows['loss'][0]:.4f}" if "loss" in rows else f"accuracy {100 * rows['accuracy'][0]:.2f} %"
-
-
 _NAMES = {
     "fashion_mnist": "Fashion-MNIST",
     "cifar10": "CIFAR-10, a lossy JPEG copy",

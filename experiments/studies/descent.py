@@ -80,11 +80,6 @@ def summary(line: dict) -> dict[str, float]:
     return figures | {"flips": float(np.mean(rows["flips"]))}
 
 
-def describe(line: dict) -> str:
-    """Return the figures of a line of results in words."""
-    return ", ".join(f"{name} {value:.3g}" for name, value in summary(line).items())
-
-
 HEAD = {  # the columns' titles
     "raised": "steps that raise the loss",
     "rise": "greatest rise of the loss in a step, nats",

@@ -136,12 +136,6 @@ def run(model: str, seed: int) -> tuple[dict[str, list], list[str]]:
     return rows, program.task.notes
 
 
-def describe(line: dict) -> str:
-    """Return the first and the last error of each pruner in words."""
-    rows = line["rows"]
-    return ", ".join(f"{name} {rows[name][0]:.3g} to {rows[name][-1]:.3g}" for name in PRUNERS)
-
-
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table with a part for each network, and a picture of each."""
     table, pictures = [], {}

@@ -52,11 +52,6 @@ def make_look(program: Program) -> looking.Look:
 config, run = looking.case(NETWORK, METHODS, make_look, EVERY)
 
 
-def describe(line: dict) -> str:
-    """Return the last values of a line of results in words."""
-    return ", ".join(f"{name} {values[-1]:.3g} at the end" for name, values in line["rows"].items() if name != "step")
-
-
 MEASURES = {  # what a look returns, and the titles of its pictures
     "gradient variance": "Variance of the absolute weight gradient over the feed-forward weights",
     "second moment": "Norm of Adam's second moment",

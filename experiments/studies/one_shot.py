@@ -111,11 +111,6 @@ def run(method: str) -> tuple[dict[str, list], list[str]]:
     return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, []
 
 
-def describe(line: dict) -> str:
-    """Return the perplexity of a line of results in words."""
-    return f"perplexity {line['rows']['perplexity'][0]:.4g}, mean error of a layer {line['rows']['error'][0]:.4f}"
-
-
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table, and no pictures."""
     rows = [["Gemma 3 270M, 2:4 in one shot", "perplexity", "mean relative error of a layer"]]

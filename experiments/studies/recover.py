@@ -264,11 +264,6 @@ def _share(program: Program) -> float:
     return effective / dense
 
 
-def describe(line: dict) -> str:
-    """Return the scores of a line of results in words."""
-    return ", ".join(f"{name} {values[-1]:.4g}" for name, values in line["rows"].items())
-
-
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table for each task, and no pictures."""
     tables = []

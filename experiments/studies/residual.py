@@ -10,7 +10,7 @@ halves the height and the width of the images, and gpu, a ResNet-18. Both are tr
 """
 
 from configs import common
-from experiments.studies import CIFAR, INTERVALS, Design, arms, as_good, better, launched, one_of, rival
+from experiments.studies import CIFAR, INTERVALS, Design, arms, as_good, better, launched, methods, one_of, rival
 
 METHODS = {
     "SDGP 2:4": "sdgp(2,4)",
@@ -46,11 +46,7 @@ CLAIMS += [
         ("MVUE(dw) 1:8", "largest 1:8 in dw", "keeping the largest 1:8 values of g in dw", ""),
     )
 ]
-CLAIMS += [
-    better(arm, other, f"{arm} is better than {words} at the same FLOPs")
-    for arm in PRUNED
-    for other, words in ((NARROWER, "a narrower dense network"), (SHORTER, "a shorter dense run"))
-]
+CLAIMS += [claim for arm in PRUNED for claim in methods.over_rivals(arm, rivals_of=PRUNED[1])]
 
 
 def design(variant: str = "") -> Design:

@@ -101,8 +101,3 @@ def shares(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """
     ratios = {name: np.array(values) / np.array(seconds["dense"]) for name, values in seconds.items()}
     return {name: float(np.median(each[1:])) for name, each in ratios.items()}
-
-
-def describe(line: dict) -> str:
-    """Return the times of a line of results in words."""
-    return ", ".join(f"{name} {share:.2f}" for name, share in shares(line["rows"]).items())

@@ -256,7 +256,6 @@ def test_results_that_the_page_has_no_place_for_are_found(tmp_path):
 def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
     flips = lambda seed: math.inf if seed == 1 else 0.5
     monkeypatch.setattr(descent, "run", lambda method, seed: ({"step": [0], "flips": [flips(seed)]}, ["A note."]))
-    monkeypatch.setattr(descent, "describe", str)
     for _ in range(2):
         looks.add("descent", tmp_path)
         lines = [json.loads(line) for line in (tmp_path / "descent_cpu.jsonl").read_text().splitlines()]
