@@ -5,12 +5,15 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from experiments import command
+from experiments.report import curves as cv
 from experiments.training import tasks
 from experiments.training.program import Program
 
+BINS = 20  # of steps, in the curves
 Look = Callable[..., dict[str, jax.Array]]
 """A compiled look at one step: (state before, state after, arrays of the batch, norm of the gradient) -> measures."""
 
@@ -77,3 +80,25 @@ def rows(program: Program, look: Look, seed: int, every: int) -> dict[str, list]
             for name, value in look(before, state, arrays, shown["gradient_norm"]).items():
                 columns.setdefault(name, []).append(float(f"{float(value):.5g}"))
     return columns
+
+
+Runs = dict[str, dict[int, dict[str, np.ndarray]]]
+"""The values of each measure, by method and seed."""
+
+
+def by_method(lines: list[dict]) -> Runs:
+    """Return the runs of lines of results, in their order."""
+    found: Runs = {}
+    for line in lines:
+        rows = {name: np.array(values) for name, values in line["rows"].items()}
+        found.setdefault(line["case"]["method"], {})[line["case"]["seed"]] = rows
+    return found
+
+
+def curves(runs: Runs, measure: str) -> list[cv.Curve]:
+    """Return the means of a measure over bins of steps, for each method with the range of its seeds."""
+    found = []
+    for n, (method, of) in enumerate(runs.items()):
+        smooth = [cv.smoothed(cv.Curve("", rows["step"], rows[measure]), BINS)[-1] for rows in of.values()]
+        found.append(cv.banded(smooth, method, colour=f"s{n}"))
+    return found
