@@ -12,7 +12,7 @@ from experiments.errors import Mistake
 from experiments.recorded import Study, read, study
 from experiments.report import effects
 from experiments.report.effects import Effect
-from experiments.studies import Claim, Gate, times
+from experiments.studies import Claim, Design, Gate, times
 from experiments.training import settings
 
 SCORES = ("loss", "accuracy", "validation loss")  # of the hardened networks; verdicts are by each of them
@@ -80,22 +80,19 @@ def judged(name: str, results: Path) -> Judged:
       Mistake: If the results cannot be read, or are of an arm that the study does not have.
     """
     its_study, path = study(name), results / f"{name}.jsonl"
-    module, variant = its_study.module, its_study.variant
-    lines = read(path)
-    changes, wanted = module.arms(variant), module.seeds(variant)
-    by_changes = {str(sorted(of.items())): arm for arm, of in changes.items()}
-    runs: dict[str, list[dict]] = {arm: [] for arm in changes}
+    lines, design = read(path), its_study.design
+    by_changes = {str(sorted(of.items())): arm for arm, of in design.arms.items()}
+    runs: dict[str, list[dict]] = {arm: [] for arm in design.arms}
     for line in lines:
         own = {field: value for field, value in line["changes"].items() if field != "seed"}
         arm = by_changes.get(str(sorted(own.items())))
-        if arm is None or line["changes"]["seed"] not in wanted:
+        if arm is None or line["changes"]["seed"] not in design.seeds:
             raise Mistake(f"{path}: the run {line['run']} is not in the study. Delete its line.")
         runs[arm].append(line)
     for arm, of in runs.items():
         _check(path, arm, of)
-    arms = {arm: arm_of(changes[arm], of) for arm, of in runs.items()}
-    gate = module.gate(variant)
-    return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), step_times(name, results), results)
+    arms = {arm: arm_of(design.arms[arm], of) for arm, of in runs.items()}
+    return judge(name, its_study, design, lines, arms, step_times(name, results), results)
 
 
 def _check(path: Path, arm: str, lines: list[dict]) -> None:
@@ -159,10 +156,11 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
 
 
 def judge(
-    name: str, its_study: Study, lines: list[dict], arms: dict[str, Arm], seeds: Sequence[int], gate: Gate,
-    claims: list[Claim], times_of: dict[str, float], results: Path,
+    name: str, its_study: Study, design: Design, lines: list[dict], arms: dict[str, Arm], times_of: dict[str, float],
+    results: Path,
 ) -> Judged:  # fmt: skip
     """Return the study with its verdicts. All arms share in the variance but the one that has to be worse."""
+    _, gate, seeds, _, claims = design
     same = {arm: 1.0 for arm, of in arms.items() if times_of and list(of.changes) == ["steps"]}  # a step of dense
     steps, times_of = arms["dense"].steps, times_of | same
     arms = {arm: of._replace(time=times_of.get(arm, math.nan) * of.steps / steps) for arm, of in arms.items()}

@@ -68,7 +68,7 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
       workdir: The directory.
     """
     its_study = recorded.study(name)
-    changes = [{field_of(name): method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
+    changes = [{field_of(name): method, "seed": seed} for seed in its_study.design.seeds[:count]]
     head = f'"""The runs of a method in the study {name}: {method}"""\n\n'
     head += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
     config_file = workdir / "config.py"
@@ -82,8 +82,7 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
 
 def field_of(name: str) -> str:
     """Return the field of the config that holds the method in a study."""
-    of = recorded.study(name)
-    return next(iter(of.module.arms(of.variant)["dense"]))
+    return next(iter(recorded.study(name).design.arms["dense"]))
 
 
 def estimate(one: Judged, count: int) -> str:
@@ -124,13 +123,13 @@ def compared(one: Judged, method: str, lines: list[dict], count: int, share: flo
       count: The number of seeds that are compared.
       share: The time of a step of the method, as a share of dense.
     """
-    seeds = one.seeds[:count]
     times_of = {YOURS: share} | claims.step_times(one.name, RESULTS)
     arms = {YOURS: arm_of({field_of(one.name): method}, lines)} | one.arms
     others = [arm for arm in one.arms if arm != one.gate.worse]
     said = [Claim(f"{YOURS} is as good as dense", YOURS, "as good as", "dense")]
     said += [Claim(f"{YOURS} is better than “{arm}”", YOURS, "better than", arm) for arm in others]
-    return judge(one.name, one.study, [*lines, *one.lines], arms, seeds, one.gate, said, times_of, RESULTS)
+    design = one.study.design._replace(seeds=one.seeds[:count], claims=said)
+    return judge(one.name, one.study, design, [*lines, *one.lines], arms, times_of, RESULTS)
 
 
 def timed(one: Judged, method: str, workdir: Path) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from experiments import collected, config_files, members
 from experiments.errors import Mistake
 from experiments.files import of_json
-from experiments.studies import __main__ as looks, named
+from experiments.studies import Design, __main__ as looks, named
 from experiments.training import digest
 from experiments.training.settings import shortened
 
@@ -26,6 +26,11 @@ class Study(NamedTuple):
     config_file: str  # FILE:VARIANT; "" if the study is no sweep
     short: str  # a part of every command that made a line of its results
     command: str  # makes the results that are missing
+
+    @property
+    def design(self) -> Design:
+        """Its runs and its claims, if it is a sweep."""
+        return self.module.design(self.variant)
 
 
 def seconds(line: dict) -> float:

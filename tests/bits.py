@@ -590,7 +590,7 @@ def configs(found: Found) -> None:
     """Record the digests of every config file and variant, and of every run of their sweeps."""
     for folder, variants in CONFIG_FILES.items():
         for file in sorted((ROOT / folder).glob("[a-z]*.py")):
-            if "def get_config" in file.read_text():
+            if any(made in file.read_text() for made in ("def get_config", "get_config, get_sweep")):
                 for variant in variants:
                     found.call(f"configs/{folder}/{file.stem}:{variant}", _config_file, file, variant)
     for name in LOOKING:

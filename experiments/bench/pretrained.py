@@ -21,7 +21,6 @@ from nmjax.nnx.layers import layers
 from nmjax.oneshot import estimate, texts
 
 TEXTS = 128
-RECIPE = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
 
 
 def pretrained(rounds: int) -> Iterator[Table]:
@@ -87,10 +86,10 @@ def pruning(folder: Path) -> Table:
         "statistics of all layers": lambda: nm.nnx.calibrate(model, batches),
         "second moments of all layers": lambda: nm.nnx.calibrate(model, batches, moments=True),
         **{
-            f"{name}, in turn": partial(nm.nnx.prune, model, RECIPE, batches, getattr(nm.oneshot, name))
+            f"{name}, in turn": partial(nm.nnx.prune, model, one_shot.RECIPE, batches, getattr(nm.oneshot, name))
             for name in ("magnitude", "wanda", "ria", "sparsegpt", "admm")
         },
-        "wanda, at once": partial(nm.nnx.prune, model, RECIPE, batches, nm.oneshot.wanda, in_turn=False),
+        "wanda, at once": partial(nm.nnx.prune, model, one_shot.RECIPE, batches, nm.oneshot.wanda, in_turn=False),
     }
     count = sum(batch.size for batch in batches)
     note = f"36 matrices, 2:4, {TEXTS} texts, {count:,} tokens. Each is timed once, with compilation."
@@ -103,7 +102,7 @@ def language(folder: Path) -> Table:
     sizes = [layer.kernel.shape for layer in layers(model) if layer.path.startswith("blocks/")]
     count, rows = sum(batch.size for batch in batches), {}
     for name in ("wanda", "sparsegpt"):
-        took = _seconds(partial(nm.nnx.prune, model, RECIPE, batches, getattr(nm.oneshot, name)))
+        took = _seconds(partial(nm.nnx.prune, model, one_shot.RECIPE, batches, getattr(nm.oneshot, name)))
         rows[name] = [took, estimate.seconds(sizes, count, name)]
     note = f"{len(sizes)} matrices, 2:4, {count:,} tokens. Each is timed once, with compilation."
     return Table("One-shot pruning of Gemma 3 270M", note, ["", "seconds", "estimate"], rows)

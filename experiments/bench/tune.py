@@ -22,9 +22,9 @@ from experiments.bench import turns
 from experiments.bench.measure import Table, compiled, cublas_only, in_short, in_turn, ratio
 from experiments.errors import Failed, Mistake
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import HopperConfig, calls, measured, tuning
+from nmjax.kernels import calls, measured, tuning
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import Config, Shape, config_refusal, product_refusal
+from nmjax.kernels.limits import Config, Shape, config_refusal, family_of, product_refusal
 from nmjax.kernels.targets import Target, target
 from nmjax.models import gpt, vit
 
@@ -173,13 +173,7 @@ def likely(shape: Shape, device: Target) -> list[Config]:
 
 def variations(shape: Shape, config: Config) -> list[Config]:
     """Return configs with the same tiles, walked, fetched and stored in other ways."""
-    changes = [{"stages": stages} for stages in (2, 3, 4, 5)]
-    if isinstance(config, HopperConfig):
-        changes = [{"band": 1}, {"band": 16}]
-        changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
-        changes += [{"tile_k": 128, "stages": 2}]
-        changes += [{"split": split} for split in (config.split // 2, 2 * config.split) if config.split > 1]
-    configs = [replace(config, **change) for change in changes]
+    configs = family_of(config).variations(config)
     return [c for c in dict.fromkeys(configs) if c != config and config_refusal(shape, c) is None]
 
 

@@ -5,7 +5,9 @@ import html
 import math
 import os
 import re
+from collections.abc import Sequence
 
+import numpy as np
 from markupsafe import Markup, escape
 
 from experiments.errors import visible
@@ -147,10 +149,23 @@ def moment(iso: object) -> str:
         return str(iso or "")
 
 
-def markdown_table(rows: list[list[str]]) -> str:
-    """Return a table in Markdown. The first row is its head."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+def markdown_table(rows: Sequence[Sequence[str]], narrow: bool = False) -> str:
+    """Return a table in Markdown. The first row is its head. The rule below it may be narrow, without spaces."""
+    head, *others = ("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
+    rule = "|---" if narrow else "| --- "
+    return "\n".join([head, f"{rule * len(rows[0])}|", *others])
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the mean of values with its standard error as text; "" without values.
+
+    >>> spread([0.5, 0.6, 0.7], ".2f"), spread([1.0], ".2f"), spread([], ".2f")
+    ('0.60 ± 0.06', '1.00', '')
+    """
+    if not len(values):
+        return ""
+    error = f" ± {np.std(values, ddof=1) / len(values) ** 0.5:{form}}" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{error}"
 
 
 def short(name: str, length: int = 18) -> str:
@@ -164,7 +179,7 @@ def distinct(names: list[str], length: int = 18) -> list[str]:
     >>> distinct(["blocks=ste(2,4)", "blocks=dense"])
     ['ste(2,4)', 'dense']
     >>> distinct(["m=fade(2,4,linear(1,0,30%)); dw_g=mvue(2,4)", "m=fade(2,4,linear(1,0,70%)); dw_g=mvue(2,4)"])
-    ['…30%)); dw_g=mv…', '…70%)); dw_g=mv…']
+    ['…30%)); dw_g=mvue…', '…70%)); dw_g=mvue…']
     """
     front = _shared_front(names, "=;/ ")
     own = [name[front:].lstrip("; ,") or name for name in names]

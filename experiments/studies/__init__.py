@@ -1,6 +1,6 @@
 """Studies that test the papers' claims.
 
-Each file with a ``get_sweep`` is such a study. It has a variant for two CPU cores, and some have one for a GPU.
+Each file with a ``design`` is such a study. It has a variant for two CPU cores, and some have one for a GPU.
 
 This makes the missing runs::
 
@@ -11,10 +11,12 @@ This makes the missing runs::
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
+
+from ml_collections import ConfigDict
 
 SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, for groups of 64
     name="vit", size="tiny", width=64, hidden=256, depth=2, patch=7, pool="mean", scan=False, remat=False
@@ -87,6 +89,27 @@ class Gate(NamedTuple):
     unit: str
 
 
+Changes = dict[str, Any]  # of a config, by field
+
+
+class Design(NamedTuple):
+    """A study with claims, in one variant.
+
+    Attributes:
+      config: The config that its runs change.
+      gate: What its networks have to pass.
+      seeds: The seeds of every arm.
+      arms: What each arm changes, by its name.
+      claims: The claims that it judges.
+    """
+
+    config: ConfigDict
+    gate: Gate
+    seeds: Sequence[int]
+    arms: dict[str, Changes]
+    claims: list[Claim]
+
+
 WORSE = "random 1:16 mask"  # the arm that has to be worse
 RANDOM = "y_w=ste(hold(uniform(1,16,rescale=False)))"  # its method: one random mask for the whole run
 RANDOM_2_4 = "y_w=ste(hold(uniform(2,4,rescale=False)))"  # the same at 2:4, to compare ways to choose a mask with
@@ -129,16 +152,38 @@ def one_of(variant: str, known: Iterable[str]) -> str:
     return variant or names[0]
 
 
-def runs(arms: Mapping[str, dict[str, Any]], of_seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """Return the changes of a sweep: each arm with each seed. Runs of an arm follow each other and share a program.
+def arms(field: str, given: Mapping[str, str | Changes]) -> dict[str, Changes]:
+    """Return the arms of a study: dense training, those that are given, and the one that has to be worse.
 
     Args:
-      arms: What each arm changes, by its name.
-      of_seeds: The seeds.
+      field: The field of the config that holds a method.
+      given: By name the text of a method, or else what an arm changes.
     """
-    return [changes | {"seed": seed} for changes in arms.values() for seed in of_seeds]
+    found = {"dense": "dense", **given, WORSE: RANDOM}
+    return {name: {field: one} if isinstance(one, str) else one for name, one in found.items()}
 
 
-def five_seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm of a study with five, whatever its variant."""
-    return list(range(5))
+def better(first: str, second: str, text: str = "", about: str = "") -> Claim:
+    """Return the claim that an arm is better than another one."""
+    return Claim(text or f"{first} is better than {second}", first, "better than", second, about)
+
+
+def as_good(first: str, second: str = "dense", text: str = "", about: str = "") -> Claim:
+    """Return the claim that an arm is as good as another one."""
+    return Claim(text or f"{first} is as good as {second}", first, "as good as", second, about)
+
+
+def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict], Callable[..., list[Changes]]]:
+    """Return what launch.py calls in a config file, get_config and get_sweep, of a study.
+
+    Runs of an arm follow each other and share a program.
+
+    Args:
+      design: Returns the study in a variant.
+    """
+
+    def get_sweep(variant: str = "") -> list[Changes]:
+        of = design(variant)
+        return [changes | {"seed": seed} for changes in of.arms.values() for seed in of.seeds]
+
+    return lambda variant="": design(variant).config, get_sweep

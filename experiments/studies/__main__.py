@@ -68,7 +68,7 @@ def add(name: str, results: Path = RESULTS) -> None:
         line |= {"git": provenance.git(), "notes": notes}
         line["devices"] = device.named()
         files.append(path, lambda known, line=line: [line])
-        print(f"{run}: {study.describe(line)}", flush=True)
+        print(f"{run}: {', '.join(f'{name} {values[-1]:.4g}' for name, values in rows.items())}", flush=True)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -8,15 +8,19 @@ from $NMJAX_DATA. The penalty, the number of neighbours and the pseudo-count are
 the training data. The test data is scored once.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from ml_collections import ConfigDict
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import RidgeClassifier
+from sklearn.naive_bayes import MultinomialNB
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
 
 from experiments.data import images, labelled, text, validation
-from experiments.data.labelled import Example
 from experiments.report.words import markdown_table
 
 VALIDATION = 0.1
@@ -32,58 +36,54 @@ START = 1024 * 256 + 1  # bytes of the test text: those on which methods.py test
 
 
 class Examples(NamedTuple):
-    """Inputs as vectors, and their labels."""
+    """Inputs, as vectors or texts, and their labels."""
 
-    x: Float[np.ndarray, "n features"]
+    x: np.ndarray
     y: Int[np.ndarray, " n"]
 
 
-# ---- images ----
+# ---- images and sentences ----
 
-Predict = Callable[[Float[np.ndarray, "n features"]], Int[np.ndarray, " n"]]
+Predict = Callable[[np.ndarray], Int[np.ndarray, " n"]]
 
 
 def ridge(train: Examples, penalty: float) -> Predict:
-    """Return the classifier of linear regression on the labels as unit vectors, with a squared penalty.
-
-    The result is the class of the largest output.
+    """Return the classifier of linear regression on the labels, with a squared penalty.
 
     Args:
       train: The training examples.
       penalty: The factor of the squared weights, relative to the mean variance of a feature.
     """
-    centre, mean = train.x.mean(0), np.bincount(train.y) / len(train.y)
-    x, targets = train.x - centre, np.eye(len(mean), dtype=np.float32)[train.y] - mean.astype(np.float32)
-    squares = (x.T @ x).astype(np.float64)
-    squares += penalty * np.trace(squares) / len(squares) * np.eye(len(squares))
-    weights = np.linalg.solve(squares, (x.T @ targets).astype(np.float64)).astype(np.float32)
-    return lambda x: np.argmax((x - centre) @ weights + mean, 1)
+    alpha = penalty * len(train.x) * float(np.var(train.x, 0, dtype=np.float64).mean())
+    return RidgeClassifier(alpha).fit(*train).predict
 
 
 def nearest(train: Examples, count: int) -> Predict:
     """Return the classifier by the majority of the nearest training examples; among equals the smallest class."""
-    squares, classes = (train.x**2).sum(1), int(train.y.max()) + 1
+    return KNeighborsClassifier(count, algorithm="brute").fit(*train).predict
 
-    def predict(x: Float[np.ndarray, "n features"]) -> Int[np.ndarray, " n"]:
-        found = []
-        for part in np.array_split(x, max(1, len(x) // 500)):
-            distances = squares - 2 * part @ train.x.T  # less a constant of each row
-            places = np.argpartition(distances, count - 1, 1)[:, :count]
-            votes = np.zeros((len(part), classes))
-            np.add.at(votes, (np.arange(len(part))[:, None], train.y[places]), 1)
-            found.append(np.argmax(votes, 1))
-        return np.concatenate(found)
 
-    return predict
+def bag_of_words(train: Examples, pseudo: float) -> Predict:
+    """Return the naive Bayes classifier of the words of a text, and of the pairs of words that follow each other.
+
+    Each word counts once in a text. Words that the training texts lack do not count.
+
+    Args:
+      train: The training texts with their labels.
+      pseudo: The number that is added to the counts of each word.
+    """
+    words = CountVectorizer(binary=True, ngram_range=(1, 2), token_pattern=r"\S+")
+    return make_pipeline(words, MultinomialNB(alpha=pseudo)).fit(*train).predict
 
 
 CLASSIFIERS: dict[str, tuple[Callable[[Examples, Any], Predict], tuple]] = {
     "ridge": (ridge, PENALTIES),
     "nearest": (nearest, NEIGHBOURS),
+    "bag of words": (bag_of_words, PSEUDO_COUNTS),
 }
 
 
-def accuracy(train: Examples, test: Examples, method: str) -> tuple[float, float, str]:
+def accuracy(train: Examples, test: Examples, method: str) -> tuple[float, float, float]:
     """Return the accuracy on the test examples, that on validation examples, and what was chosen by it.
 
     Args:
@@ -96,51 +96,7 @@ def accuracy(train: Examples, test: Examples, method: str) -> tuple[float, float
     part, rest = (Examples(train.x[at], train.y[at]) for at in (kept, held))
     scores = {choice: float((make(part, choice)(rest.x) == rest.y).mean()) for choice in choices}
     best = max(scores, key=scores.__getitem__)
-    return float((make(train, best)(test.x) == test.y).mean()), scores[best], f"{best:g}"
-
-
-# ---- sentences ----
-
-
-def bag_of_words(train: Sequence[Example], pseudo: float) -> Callable[[str], int]:
-    """Return the naive Bayes classifier of the words of a text, and of the pairs of words that follow each other.
-
-    Each word counts once in a text. Words that the training texts lack do not count.
-
-    Args:
-      train: The training texts with their labels.
-      pseudo: The number that is added to the counts of each word.
-    """
-    numbers: dict[Hashable, int] = {}
-    rows = [[numbers.setdefault(word, len(numbers)) for word in _words(one.text)] for one in train]
-    labels = np.array([one.label for one in train])
-    counts = np.full((labels.max() + 1, len(numbers)), pseudo)
-    for row, label in zip(rows, labels, strict=True):
-        counts[label, row] += 1
-    likely = np.log(counts / counts.sum(1, keepdims=True))
-    prior = np.log(np.bincount(labels) / len(labels))
-
-    def predict(words: str) -> int:
-        known = [numbers[word] for word in _words(words) if word in numbers]
-        return int(np.argmax(prior + likely[:, known].sum(1)))
-
-    return predict
-
-
-def _words(words: str) -> list[Hashable]:
-    """Return the different words of a text, and its different pairs of words that follow each other."""
-    found = words.lower().split()
-    return [*dict.fromkeys(found), *dict.fromkeys(zip(found, found[1:], strict=False))]
-
-
-def sentences(train: Sequence[Example], test: Sequence[Example]) -> tuple[float, float, float]:
-    """Return the accuracy of bags of words on the test, that on validation texts, and the pseudo-count chosen by it."""
-    right = lambda predict, texts: float(np.mean([predict(one.text) == one.label for one in texts]))
-    kept, held = validation.positions(np.array([one.label for one in train]), VALIDATION)
-    part, rest = ([train[at] for at in places] for places in (kept, held))
-    scores = {pseudo: right(bag_of_words(part, pseudo), rest) for pseudo in PSEUDO_COUNTS}
-    best = max(scores, key=scores.__getitem__)
-    return right(bag_of_words(train, best), test), scores[best], best
+    return float((make(train, best)(test.x) == test.y).mean()), scores[best], best
 
 
 # ---- text ----
@@ -190,7 +146,7 @@ def ngram_loss(train: Int[np.ndarray, " n"], test: Int[np.ndarray, " m"], order:
 
 def config(data: str, method: str) -> ConfigDict:
     """Return the fields that identify a case."""
-    chosen = {"ridge": PENALTIES, "nearest": NEIGHBOURS, "bag of words": PSEUDO_COUNTS}.get(method, ())
+    _, chosen = CLASSIFIERS.get(method, (None, ()))
     return ConfigDict({"data": data, "method": method, "chosen_from": chosen, "validation": VALIDATION})
 
 
@@ -202,23 +158,15 @@ def run(data: str, method: str) -> tuple[dict[str, list], list[str]]:
         loss = ngram_loss(found.train, test, int(method.partition("-")[0]), found.vocabulary)
         return {"loss": [float(f"{loss:.5g}")]}, [found.note] if found.note else []
     if data == "sst2":
-        texts = labelled.load("sst2_train", test="sst2_dev")
-        return _rows(*sentences(texts.train, texts.test)), [texts.note] if texts.note else []
-    found = images.load(data)
-    train, test = (Examples(x.reshape(len(x), -1).astype(np.float32) / 255, y) for x, y in (found.train, found.test))
-    score, on_validation, choice = accuracy(train, test, method)
-    return _rows(score, on_validation, float(choice)), [found.note] if found.note else []
-
-
-def _rows(score: float, on_validation: float, chosen: float) -> dict[str, list]:
-    rows = {"accuracy": score, "validation_accuracy": on_validation, "chosen": chosen}
-    return {name: [float(f"{value:.5g}")] for name, value in rows.items()}
-
-
-def describe(line: dict) -> str:
-    """Return the score of a line of results in words."""
-    rows = line["rows"]
-    return f"loss {rows['loss'][0]:.4f}" if "loss" in rows else f"accuracy {100 * rows['accuracy'][0]:.2f} %"
+        found = labelled.load("sst2_train", test="sst2_dev")
+        pairs = [([one.text for one in part], [one.label for one in part]) for part in (found.train, found.test)]
+        train, test = (Examples(np.array(texts, object), np.array(labels)) for texts, labels in pairs)
+    else:
+        found = images.load(data)
+        pairs = (found.train, found.test)
+        train, test = (Examples(x.reshape(len(x), -1).astype(np.float32) / 255, y) for x, y in pairs)
+    rows = zip(("accuracy", "validation_accuracy", "chosen"), accuracy(train, test, method), strict=True)
+    return {name: [float(f"{value:.5g}")] for name, value in rows}, [found.note] if found.note else []
 
 
 _NAMES = {

@@ -10,15 +10,16 @@ share of a 2:4 mask's entries that one step changes. They are measured for a den
 mask.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import PLUS_MINUS, percent
+from experiments.report.words import PLUS_MINUS, markdown_table, percent
 from experiments.studies import looking, methods
 from experiments.training.program import Program
 
@@ -26,7 +27,6 @@ NETWORK = "gpt_cpu"
 METHODS = {"dense": "dense"} | {name: methods.WHOLE[name] for name in ("STE", "SR-STE", "S-STE")}
 MASKS = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))  # for all methods, and for dense weights too
 EVERY = 5
-BINS = 20  # of steps, in the curves
 CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
 
 
@@ -68,29 +68,16 @@ def make_look(program: Program) -> looking.Look:
     return look
 
 
-def config(method: str, seed: int) -> ConfigDict:
-    """Return the config of the run of a method and a seed."""
-    return looking.method_config(NETWORK, METHODS[method], seed)
+config, run = looking.case(NETWORK, METHODS, make_look, EVERY)
 
 
-def run(method: str, seed: int, *changes: str) -> tuple[dict[str, list], list[str]]:
-    """Train with a method and a seed while looking, and return the measures and the notes on the data."""
-    return looking.run(NETWORK, make_look, EVERY, METHODS[method], seed, *changes)
-
-
-def summary(line: dict) -> dict[str, float]:
-    """Return the figures of a line of results, by the names in HEAD."""
-    rows = _arrays(line)
+def summary(rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the figures of a run, by the names in HEAD."""
     figures = {"raised": float(np.mean(rows["actual"] < 0)), "rise": float(max(-rows["actual"].min(), 0))}
     figures["off"] = float(np.median(np.abs(rows["actual"] - rows["predicted"]) / np.abs(rows["predicted"])))
     if "under the old mask" in rows:
         figures["raised under the old mask"] = float(np.mean(rows["under the old mask"] < 0))
     return figures | {"flips": float(np.mean(rows["flips"]))}
-
-
-def describe(line: dict) -> str:
-    """Return the figures of a line of results in words."""
-    return ", ".join(f"{name} {value:.3g}" for name, value in summary(line).items())
 
 
 HEAD = {  # the columns' titles
@@ -104,28 +91,25 @@ HEAD = {  # the columns' titles
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table of the figures, and two pictures over the steps: the flips, and actual over predicted descent."""
-    table = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"]
-    flips, amount = [], []
-    for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
-        of_method = [line for line in lines if line["case"]["method"] == method]
-        table.append(f"| {' | '.join([method, *_cells(of_method)])} |")
-        rows = [_arrays(line) for line in of_method]
-        curves = [cv.smoothed(cv.Curve("", row["step"], row["flips"]), BINS)[-1] for row in rows]
-        flips.append(cv.banded(curves, method, colour=f"s{n}"))
-        shares = np.array([row["actual"] / row["predicted"] for row in rows])
-        medians = np.array([np.median(part) for part in np.array_split(shares, len(curves[0].steps), axis=1)])
-        amount.append(cv.Curve(method, flips[-1].steps, medians, f"s{n}"))
+    table = [["method", *HEAD.values()]]
+    runs, amount = looking.by_method(lines), []
+    flips = looking.curves(runs, "flips")
+    for (method, of), curve in zip(runs.items(), flips, strict=True):
+        table.append([method, *_cells([summary(rows) for rows in of.values()])])
+        shares = np.array([rows["actual"] / rows["predicted"] for rows in of.values()])
+        medians = np.array([np.median(part) for part in np.array_split(shares, len(curve.steps), axis=1)])
+        amount.append(cv.Curve(method, curve.steps, medians, curve.colour))
     words = "The share of mask entries that a step flips, by step."
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
     words = "Actual descent as a share of the predicted descent: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    note = f"{PLUS_MINUS} The greatest rise is that of all seeds. For the curves, the steps are divided into {BINS} "
-    note += "bins. Each point is the mean of a bin, or the median for the amount of descent."
-    return "\n".join([*table, "", note]), pictures
+    note = f"{PLUS_MINUS} The greatest rise is that of all seeds. For the curves, the steps are divided into "
+    note += f"{looking.BINS} bins. Each point is the mean of a bin, or the median for the amount of descent."
+    return "\n".join([markdown_table(table, narrow=True), "", note]), pictures
 
 
-def _cells(lines: list[dict]) -> list[str]:
-    summaries, cells = [summary(line) for line in lines], []
+def _cells(summaries: list[dict[str, float]]) -> list[str]:
+    cells = []
     for name in HEAD:
         values = np.array([figures[name] for figures in summaries if name in figures])
         if name == "rise":
@@ -136,7 +120,3 @@ def _cells(lines: list[dict]) -> list[str]:
         else:
             cells.append("")
     return cells
-
-
-def _arrays(line: dict) -> dict[str, np.ndarray]:
-    return {name: np.array(values) for name, values in line["rows"].items()}

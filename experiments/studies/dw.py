@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import PLUS_MINUS, large
+from experiments.report.words import PLUS_MINUS, large, markdown_table, spread
 from experiments.studies import looking
 from experiments.training.program import Program
 
@@ -136,34 +136,25 @@ def run(model: str, seed: int) -> tuple[dict[str, list], list[str]]:
     return rows, program.task.notes
 
 
-def describe(line: dict) -> str:
-    """Return the first and the last error of each pruner in words."""
-    rows = line["rows"]
-    return ", ".join(f"{name} {rows[name][0]:.3g} to {rows[name][-1]:.3g}" for name in PRUNERS)
-
-
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table with a part for each network, and a picture of each."""
     table, pictures = [], {}
     for model in dict.fromkeys(line["case"]["model"] for line in lines):
         runs = [line["rows"] for line in lines if line["case"]["model"] == model]
-        table += [*_table(model, runs), ""]
+        table += [_table(model, runs), ""]
         pictures[model.replace(" ", "_")] = _draw(model, runs)
     return "\n".join([*table, PLUS_MINUS]), pictures
 
 
-def _table(model: str, runs: list[dict]) -> list[str]:
-    tokens = " | ".join(f"{n:,}" for n in runs[0]["tokens"])
-    lines = [f"| {model}: tokens summed | {tokens} | variance at the largest batch, relative to `mvue(2,4)` |"]
-    lines.append("|---" * (len(runs[0]["tokens"]) + 2) + "|")
-    least = np.mean([rows["variance of mvue(2,4)"][-1] for rows in runs])
+def _table(model: str, runs: list[dict]) -> str:
+    head = [f"{model}: tokens summed", *(f"{n:,}" for n in runs[0]["tokens"])]
+    rows = [[*head, "variance at the largest batch, relative to `mvue(2,4)`"]]
+    least = np.mean([run["variance of mvue(2,4)"][-1] for run in runs])
     for pruner in PRUNERS:
-        values = np.array([rows[pruner] for rows in runs])
-        pairs = zip(values.mean(0), values.std(0, ddof=1) / len(runs) ** 0.5, strict=True)
-        cells = [f"{mean:.3f} ± {error:.3f}" for mean, error in pairs]
-        share = np.mean([rows[f"variance of {pruner}"][-1] for rows in runs]) / least
-        lines.append(f"| `{pruner}` | {' | '.join(cells)} | {f'{share:.2f}' if share else ''} |")
-    return lines
+        cells = [spread(values, ".3f") for values in zip(*(run[pruner] for run in runs), strict=True)]
+        share = np.mean([run[f"variance of {pruner}"][-1] for run in runs]) / least
+        rows.append([f"`{pruner}`", *cells, f"{share:.2f}" if share else ""])
+    return markdown_table(rows, narrow=True)
 
 
 def _draw(model: str, runs: list[dict]) -> str:

@@ -10,12 +10,8 @@ blocks are pruned, from the first step on or gradually (MdGf). A dense run that 
 (30 %) + MVUE(dw) at 2:4. There is no narrower rival, because there is no narrower pretrained network.
 """
 
-from typing import Any
-
-from ml_collections import ConfigDict
-
 from configs import common
-from experiments.studies import RANDOM, WORSE, Claim, Gate, five_seeds, one_of, rival, runs
+from experiments.studies import WORSE, Design, Gate, arms, as_good, better, launched, one_of, rival
 
 METHODS = {
     "STE": "ste({})",
@@ -29,44 +25,8 @@ SHORTER = rival("shorter dense", RECIPE)
 GATE = Gate("MiniLM, fine-tuned on SST-2", "sst2", "accuracy", "bag of words", worse=WORSE, margin=0.01, unit="nats")
 
 
-seeds = five_seeds
-
-
-def arms(variant: str = "") -> dict[str, dict[str, Any]]:
-    """Return what each arm of the study changes, by its name."""
-    config = get_config(variant)
-    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
-    for pattern in ("2,4", "1,4"):
-        shown = pattern.replace(",", ":")
-        found |= {f"{name} {shown}": {"sparsity.blocks": text.format(pattern)} for name, text in METHODS.items()}
-    found[SHORTER] = {"steps": round(0.7218 * config.steps)}
-    return found | {WORSE: {"sparsity.blocks": RANDOM}}
-
-
-def claims(variant: str = "") -> list[Claim]:
-    """Return the claims that the study judges."""
-    found = []
-    for shown in ("2:4", "1:4"):
-        better = (("S-STE", "STE"), ("MdGf (30 %)", "STE"), ("SR-STE", "STE"))
-        for first, other in better:
-            text = f"{first} is better than {other} at {shown} in fine-tuning"
-            about = "S-STE" if (first, shown) == ("S-STE", "2:4") else ""
-            found.append(Claim(text, f"{first} {shown}", "better than", f"{other} {shown}", about))
-        for name in METHODS:
-            arm = f"{name} {shown}"
-            about = "configs/finetune_24.py" if arm == "STE 2:4" else ""
-            found.append(Claim(f"{arm} is as good as dense in fine-tuning", arm, "as good as", "dense", about))
-    text = f"{RECIPE} is better than a shorter dense run at the same FLOPs in fine-tuning"
-    return [*found, Claim(text, RECIPE, "better than", SHORTER)]
-
-
-def gate(variant: str = "") -> Gate:
-    """Return what the dense network has to reach."""
-    return GATE
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    """Return the config of a variant."""
+def design(variant: str = "") -> Design:
+    """Return the study in its only variant, sst2_cpu."""
     one_of(variant, ("sst2_cpu",))
     c = common.finetune("")
     c.unlock()
@@ -77,9 +37,20 @@ def get_config(variant: str = "") -> ConfigDict:
     c.lock()
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="dense")
-    return c
+    given, claims = {}, []
+    for shown in ("2:4", "1:4"):
+        given |= {f"{name} {shown}": text.format(shown.replace(":", ",")) for name, text in METHODS.items()}
+        for first in ("S-STE", "MdGf (30 %)", "SR-STE"):
+            text = f"{first} is better than STE at {shown} in fine-tuning"
+            about = "S-STE" if (first, shown) == ("S-STE", "2:4") else ""
+            claims.append(better(f"{first} {shown}", f"STE {shown}", text, about))
+        for arm in (f"{name} {shown}" for name in METHODS):
+            about = "configs/finetune_24.py" if arm == "STE 2:4" else ""
+            claims.append(as_good(arm, text=f"{arm} is as good as dense in fine-tuning", about=about))
+    given[SHORTER] = {"steps": round(0.7218 * c.steps)}
+    text = f"{RECIPE} is better than a shorter dense run at the same FLOPs in fine-tuning"
+    claims.append(better(RECIPE, SHORTER, text))
+    return Design(c, GATE, range(5), arms("sparsity.blocks", given), claims)
 
 
-def get_sweep(variant: str = "") -> list[dict[str, Any]]:
-    """Return the runs: every arm with every seed."""
-    return runs(arms(variant), seeds(variant))
+get_config, get_sweep = launched(design)

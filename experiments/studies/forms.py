@@ -9,9 +9,7 @@ exponentially. With autodiff the gradient of a dropped weight fades too; with th
 SdGf reaches 1:16 in stages, from looser to stricter patterns.
 """
 
-from typing import Any
-
-from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
+from experiments.studies import as_good, better, launched, methods
 
 S_STE, WITH_MVUE = "S-STE", methods.MVUE
 ONE, NOW, FP8 = "S-STE, β = 1", "S-STE, β of each step", "S-STE in FP8"
@@ -34,42 +32,21 @@ FORMS = {
     GEOMETRIC: "sdgf(1,16,'geometric',steps=75%,k=4)",  # the shortest axis has four groups of 16
 }
 
-gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
+FROZEN, IN_FP8 = "S-STE with a frozen β is better than with", "in FP8 is as good as in float32"
+THAN = "is better than SR-STE 1:16 after the same number of steps"
+CLAIMS = [
+    better(S_STE, ONE, f"{FROZEN} β = 1"),
+    better(S_STE, NOW, f"{FROZEN} the β of each step"),
+    as_good(FP8, S_STE, f"S-STE {IN_FP8}"),
+    as_good(MVUE_FP8, WITH_MVUE, f"{WITH_MVUE} {IN_FP8}"),
+    as_good(TWO_DRAWS, WITH_MVUE, "S-STE + MVUE(dw) is as good with two-draw MVUE as with exact MVUE"),
+    better(EXPONENTIAL, LINEAR, "MdGf 1:16 is better with exponential fading than with linear fading"),
+    better(LINEAR, AUTODIFF, "MdGf 1:16 with the straight-through gradient is better than with autodiff"),
+    better(STEPWISE, SR_STE, f"SdGf 1:16, stepwise, {THAN}"),
+    better(GEOMETRIC, SR_STE, f"SdGf 1:16, geometric, {THAN}"),
+    better(EXPONENTIAL, SR_STE, f"MdGf 1:16, exponential, {THAN}"),
+    better(LINEAR, SR_STE, f"MdGf 1:16 in all layers {THAN}"),
+]
 
-
-def arms(variant: str = "") -> dict[str, dict[str, Any]]:
-    """Return what each arm of the study changes, by its name."""
-    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
-    found |= {name: {"sparsity.blocks": text} for name, text in FORMS.items()}
-    found |= methods.rivals(get_config(variant), WITH_MVUE, methods.of("vit_cpu").rivals[WITH_MVUE])
-    found[WORSE] = {"sparsity.blocks": RANDOM}
-    return found
-
-
-def claims(variant: str = "") -> list[Claim]:
-    """Return the claims that the study judges."""
-    frozen, in_fp8 = "S-STE with a frozen β is better than with", "in FP8 is as good as in float32"
-    than = "is better than SR-STE 1:16 after the same number of steps"
-    return [
-        Claim(f"{frozen} β = 1", S_STE, "better than", ONE),
-        Claim(f"{frozen} the β of each step", S_STE, "better than", NOW),
-        Claim(f"S-STE {in_fp8}", FP8, "as good as", S_STE),
-        Claim(f"{WITH_MVUE} {in_fp8}", MVUE_FP8, "as good as", WITH_MVUE),
-        Claim("S-STE + MVUE(dw) is as good with two-draw MVUE as with exact MVUE", TWO_DRAWS, "as good as", WITH_MVUE),
-        Claim(
-            "MdGf 1:16 is better with exponential fading than with linear fading", EXPONENTIAL, "better than", LINEAR
-        ),
-        Claim(
-            "MdGf 1:16 with the straight-through gradient is better than with autodiff", LINEAR, "better than", AUTODIFF
-        ),
-        Claim(f"SdGf 1:16, stepwise, {than}", STEPWISE, "better than", SR_STE),
-        Claim(f"SdGf 1:16, geometric, {than}", GEOMETRIC, "better than", SR_STE),
-        Claim(f"MdGf 1:16, exponential, {than}", EXPONENTIAL, "better than", SR_STE),
-        Claim(f"MdGf 1:16 in all layers {than}", LINEAR, "better than", SR_STE),
-        *methods.over_rivals(WITH_MVUE),
-    ]
-
-
-def get_sweep(variant: str = "") -> list[dict[str, Any]]:
-    """Return the runs: every arm with every seed."""
-    return runs(arms(variant), seeds(variant))
+design = methods.on_vit(FORMS, WITH_MVUE, methods.NETWORKS["vit_cpu"].rivals[WITH_MVUE], CLAIMS)
+get_config, get_sweep = launched(design)

@@ -9,7 +9,8 @@ is pruned. The dense rivals are narrower, or end sooner; they have the same FLOP
 of a mask is worth.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -19,15 +20,18 @@ from experiments.studies import (
     CIFAR,
     FASHION,
     INTERVALS,
-    RANDOM,
     RANDOM_2_4,
     SMALL_VIT,
-    WORSE,
+    Changes,
     Claim,
+    Design,
     Gate,
+    arms,
+    as_good,
+    better,
+    launched,
     one_of,
     rival,
-    runs,
 )  # fmt: skip
 
 RANDOM_MASK = "random 2:4 mask"
@@ -92,24 +96,18 @@ NETWORKS = {
 }
 
 
-def of(variant: str) -> Network:
-    """Return what the study does with the network of a variant; "" is vit_cpu."""
-    return NETWORKS[one_of(variant, NETWORKS)]
+def design(variant: str = "") -> Design:
+    """Return the study in a variant."""
+    variant = one_of(variant, NETWORKS)
+    network, config = NETWORKS[variant], _config(variant)
+    given = {**network.methods}
+    for method, its_rival in network.rivals.items():
+        given |= rivals(config, method, its_rival)
+    given[HALF] = {"model.width": config.model.width // 2, "model.hidden": config.model.hidden // 2}
+    return Design(config, network.gate, range(network.seeds), arms("sparsity.blocks", given), _claims(network))
 
 
-def arms(variant: str = "") -> dict[str, dict[str, Any]]:
-    """Return what each arm of the study changes, by its name."""
-    its_network, config = of(variant), get_config(variant)
-    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
-    found |= {method: {"sparsity.blocks": text} for method, text in its_network.methods.items()}
-    for method, its_rival in its_network.rivals.items():
-        found |= rivals(config, method, its_rival)
-    found[HALF] = {"model.width": config.model.width // 2, "model.hidden": config.model.hidden // 2}
-    found[WORSE] = {"sparsity.blocks": RANDOM}
-    return found
-
-
-def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, dict[str, Any]]:
+def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, Changes]:
     """Return the dense rivals of a method, by name: what each changes.
 
     Args:
@@ -117,41 +115,58 @@ def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, dict[str, An
       method: The name of the method.
       of: Their sizes.
     """
-    narrower = {"model.width": of.width, "model.hidden": of.hidden}
     return {
-        rival("narrower dense", method): narrower,
+        rival("narrower dense", method): {"model.width": of.width, "model.hidden": of.hidden},
         rival("shorter dense", method): {"steps": round(of.share * config.steps)},
     }
 
 
-def claims(variant: str = "") -> list[Claim]:
-    """Return the claims that the study judges."""
-    its_network = of(variant)
-    of_text = its_network.gate is BOOKS
+def on_vit(
+    given: Mapping[str, str | Changes], method: str, of: Rival, claims: list[Claim], subject: str = ""
+) -> Callable[[str], Design]:  # fmt: skip
+    """Return a study with five seeds of the ViT for two cores, which is its only variant, vit_cpu.
+
+    Args:
+      given: Its arms, as in `arms`.
+      method: The name of the one with dense rivals.
+      of: Their sizes.
+      claims: The claims, but those over the rivals.
+      subject: The subject of these, as in `over_rivals`.
+    """
+
+    def design(variant: str = "") -> Design:
+        config = _config(one_of(variant, ("vit_cpu",)))
+        found = arms("sparsity.blocks", {**given, **rivals(config, method, of)})
+        return Design(config, FASHION, range(5), found, [*claims, *over_rivals(method, subject=subject)])
+
+    return design
+
+
+def _claims(network: Network) -> list[Claim]:
+    """Return the claims on a network."""
+    of_text = network.gate is BOOKS
     gradual = (MDGF_1_16, "SR-STE 1:16", PGF) if of_text else (MDGF_2_4, "SR-STE", "")
-    better = (("S-STE", "STE", "S-STE"), gradual, ("SR-STE", "STE", ""), ("S-STE", "SR-STE", ""))
+    pairs = (("S-STE", "STE", "S-STE"), gradual, ("SR-STE", "STE", ""), ("S-STE", "SR-STE", ""))
     if of_text:
-        better += ((FADING_1_16, "SR-STE 1:16", PGF), (FADING, RECIPE, ""), (FADING_1_16, MDGF_1_16, ""))
+        pairs += ((FADING_1_16, "SR-STE 1:16", PGF), (FADING, RECIPE, ""), (FADING_1_16, MDGF_1_16, ""))
     found = []
-    for first, second, about in better:
-        text = f"{first} is better than {second}"
+    for first, second, about in pairs:
+        text = ""
         if "MdGf" in first and "SR-STE" in second:
             text = f"{first}, with more FLOPs, is better than {second} after the same number of steps"
-        found.append(Claim(text, first, "better than", second, about))
-    found.append(Claim("STE is better than a random 2:4 mask", "STE", "better than", RANDOM_MASK))
-    found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE"))
-    for method in its_network.methods:
-        subject = f"A {method}" if method == RANDOM_MASK else method
-        about = "configs/gpt_24.py" if of_text and method == MVUE else ""
-        found.append(Claim(f"{subject} is as good as dense", method, "as good as", "dense", about))
-    for method in its_network.rivals:
+        found.append(better(first, second, text, about))
+    found.append(better("STE", RANDOM_MASK, "STE is better than a random 2:4 mask"))
+    found.append(as_good(MVUE, "S-STE"))
+    for method in network.methods:
+        text = f"A {method} is as good as dense" if method == RANDOM_MASK else ""
+        found.append(as_good(method, text=text, about="configs/gpt_24.py" if of_text and method == MVUE else ""))
+    for method in network.rivals:
         found += over_rivals(method)
     if of_text:
         found += over_rivals(FADING, rivals_of=RECIPE)
         slightly = "that has slightly more FLOPs"
         found += over_rivals(MVUE, rivals_of=RECIPE, at=slightly, about="configs/gpt_24.py")
-    text = "The dense network is better than one of half the width"
-    return [*found, Claim(text, "dense", "better than", HALF)]
+    return [*found, better("dense", HALF, "The dense network is better than one of half the width")]
 
 
 def over_rivals(
@@ -168,39 +183,21 @@ def over_rivals(
     """
     words = {"narrower": "a narrower dense network", "shorter": "a shorter dense run"}
     return [
-        Claim(
-            f"{subject or f'{method} is'} better than {network} {at}",
+        better(
             method,
-            "better than",
             rival(f"{word} dense", rivals_of or method),
+            f"{subject or f'{method} is'} better than {network} {at}",
             about,
         )
         for word, network in words.items()
     ]
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(range(of(variant).seeds))
-
-
-def gate(variant: str = "") -> Gate:
-    """Return what the dense network has to reach."""
-    return of(variant).gate
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    """Return the config of a variant."""
-    variant = one_of(variant, NETWORKS)
+def _config(variant: str) -> ConfigDict:
     c = (_gpt if variant.startswith("gpt") else _vit)(gpu=variant.endswith("gpu"))
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="dense")
     return c
-
-
-def vit_config(variant: str = "") -> ConfigDict:
-    """Return the config of the ViT for two cores, which other studies have as their only variant, vit_cpu."""
-    return get_config(one_of(variant, ("vit_cpu",)))
 
 
 def _vit(*, gpu: bool) -> ConfigDict:
@@ -236,6 +233,4 @@ def _gpt(*, gpu: bool) -> ConfigDict:
     return c.lock()
 
 
-def get_sweep(variant: str = "") -> list[dict[str, Any]]:
-    """Return the runs: every arm with every seed."""
-    return runs(arms(variant), seeds(variant))
+get_config, get_sweep = launched(design)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import PLUS_MINUS
+from experiments.report.words import PLUS_MINUS, markdown_table, spread
 from experiments.studies import forms, looking
 from experiments.training.program import Program
 
@@ -50,19 +49,7 @@ def make_look(program: Program) -> looking.Look:
     return look
 
 
-def config(method: str, seed: int) -> ConfigDict:
-    """Return the config of the run of a method and a seed."""
-    return looking.method_config(NETWORK, METHODS[method], seed)
-
-
-def run(method: str, seed: int, *changes: str) -> tuple[dict[str, list], list[str]]:
-    """Train with a method and a seed while looking, and return the measures and the notes on the data."""
-    return looking.run(NETWORK, make_look, EVERY, METHODS[method], seed, *changes)
-
-
-def describe(line: dict) -> str:
-    """Return the last values of a line of results in words."""
-    return ", ".join(f"{name} {values[-1]:.3g} at the end" for name, values in line["rows"].items() if name != "step")
+config, run = looking.case(NETWORK, METHODS, make_look, EVERY)
 
 
 MEASURES = {  # what a look returns, and the titles of its pictures
@@ -70,50 +57,27 @@ MEASURES = {  # what a look returns, and the titles of its pictures
     "second moment": "Norm of Adam's second moment",
     "variance of the second moment": "Variance of Adam's second moment",
 }
-SHORT = {"gradient variance": "variance of \\|dw\\|"}  # in the head of the table
+SHORT = {"gradient variance": "variance of |dw|"}  # in the head of the table
 ALL = "gradient variance"  # the table has its mean over all steps too
 DRAWN = ("gradient variance", "second moment")  # the measures with a picture; the table has all
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table relative to dense, of all steps and of the last tenth of them, and pictures over all steps."""
-    heads = [f"{SHORT.get(name, name)} / dense, last tenth" for name in MEASURES]
-    heads.insert(0, f"{SHORT[ALL]} / dense, all steps")
-    table = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    curves: dict[str, list[cv.Curve]] = {name: [] for name in MEASURES}
-    dense: dict[str, dict[int, float]] = {}
-    dense_mean: dict[int, float] = {}
-    for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
-        rows_by_seed = {line["case"]["seed"]: line["rows"] for line in lines if line["case"]["method"] == method}
-        means = {seed: float(np.mean(rows[ALL])) for seed, rows in rows_by_seed.items()}
-        dense_mean = dense_mean or means  # dense is the first method
-        cells = [method, _quotient(means, dense_mean)]
-        for name in MEASURES:
-            by_seed = {
-                seed: cv.Curve("", np.array(rows["step"]), np.array(rows[name])) for seed, rows in rows_by_seed.items()
-            }
-            last = {seed: _last_tenth(curve) for seed, curve in by_seed.items()}
-            dense.setdefault(name, last)
-            cells.append(_quotient(last, dense[name]))
-            smooth = [cv.smoothed(curve, 20)[-1] for curve in by_seed.values()]
-            curves[name].append(cv.banded(smooth, method, colour=f"s{n}"))
-        table.append(f"| {' | '.join(cells)} |")
+    runs = looking.by_method(lines)
+    dense = next(iter(runs.values()))  # the first method
+    heads = {f"{SHORT[ALL]} / dense, all steps": lambda rows: np.mean(rows[ALL])}
+    for name in MEASURES:
+        last = lambda rows, name=name: np.mean(rows[name][-max(len(rows[name]) // 10, 1) :])
+        heads[f"{SHORT.get(name, name)} / dense, last tenth"] = last
+    table = [["method", *heads]]
+    for method, of in runs.items():
+        both = [(rows, dense[seed]) for seed, rows in of.items() if seed in dense]
+        table.append([method, *(spread([mean(a) / mean(b) for a, b in both], ".2f") for mean in heads.values())])
     note = f"Ratios to the dense run with the same seed: means over seeds. {PLUS_MINUS} "
     note += "For the curves, the steps are divided into 20 bins. Each point is the mean of a bin."
-    pictures = {name.replace(" ", "_"): _draw(name, curves[name]) for name in DRAWN}
-    return "\n".join([*table, "", note]), pictures
-
-
-def _last_tenth(curve: cv.Curve) -> float:
-    return float(np.mean(curve.values[-max(len(curve.values) // 10, 1) :]))
-
-
-def _quotient(values: dict[int, float], dense: dict[int, float]) -> str:
-    """Return the mean over seeds of the ratio to dense, and its standard error, as text."""
-    shares = [value / dense[seed] for seed, value in values.items() if seed in dense]
-    error = f" ± {np.std(shares, ddof=1) / len(shares) ** 0.5:.2f}" if len(shares) > 1 else ""
-    return f"{np.mean(shares):.2f}{error}"
-
-
-def _draw(name: str, curves: list[cv.Curve]) -> str:
-    return cv.draw(f"noise-{name.replace(' ', '-')}", curves, alt=f"{MEASURES[name]}, by step.", log=True)
+    pictures = {}
+    for name in DRAWN:
+        curves, alt = looking.curves(runs, name), f"{MEASURES[name]}, by step."
+        pictures[name.replace(" ", "_")] = cv.draw(f"noise-{name.replace(' ', '-')}", curves, alt=alt, log=True)
+    return "\n".join([markdown_table(table, narrow=True), "", note]), pictures

@@ -28,11 +28,13 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.data import labelled
 from experiments.data.find import find
+from experiments.report.words import markdown_table
 from nmjax.oneshot import texts
 
 METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
 NAMES = {"wanda": "Wanda", "ria": "RIA", "sparsegpt": "SparseGPT"}  # in the table
 WINDOWS, LENGTH, LINES = 32, 512, 128
+RECIPE = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
 CASES = [{"method": method} for method in METHODS]
 _JOINED = {
     " @-@ ": "-",
@@ -101,8 +103,7 @@ def run(method: str) -> tuple[dict[str, list], list[str]]:
     """Return the perplexity of a method, and the mean error of a layer's output."""
     model, errors = nm.checkpoints.load(folder()), [[0.0, 0.0]]
     if method != "dense":
-        recipe = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
-        pruned = nm.nnx.prune(model, recipe, calibration(folder()), getattr(nm.oneshot, method))
+        pruned = nm.nnx.prune(model, RECIPE, calibration(folder()), getattr(nm.oneshot, method))
         model, errors = pruned.model, list(pruned.errors.values())
     graph, state = nnx.split(model)
     losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]
@@ -110,16 +111,11 @@ def run(method: str) -> tuple[dict[str, list], list[str]]:
     return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, []
 
 
-def describe(line: dict) -> str:
-    """Return the perplexity of a line of results in words."""
-    return f"perplexity {line['rows']['perplexity'][0]:.4g}, mean error of a layer {line['rows']['error'][0]:.4f}"
-
-
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table, and no pictures."""
-    rows = ["| Gemma 3 270M, 2:4 in one shot | perplexity | mean relative error of a layer |", "|---|---|---|"]
+    rows = [["Gemma 3 270M, 2:4 in one shot", "perplexity", "mean relative error of a layer"]]
     for line in lines:
         perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
         method = line["case"]["method"]
-        rows.append(f"| {NAMES.get(method, method)} | {perplexity:.1f} | {error:.3f} |")
-    return "\n".join(rows), {}
+        rows.append([NAMES.get(method, method), f"{perplexity:.1f}", f"{error:.3f}"])
+    return markdown_table(rows, narrow=True), {}

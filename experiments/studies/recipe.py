@@ -9,11 +9,7 @@ In a third method, the gradients of dropped weights fade as the weights do. The 
 ViTs of methods.py.
 """
 
-from typing import Any
-
-from ml_collections import ConfigDict
-
-from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
+from experiments.studies import Design, arms, as_good, better, launched, methods, one_of
 
 SEEDS = range(10, 30)
 DW, DW_DX = "MdGf (30 %) + MVUE(dw)", "MdGf (30 %) + MVUE(dw, dx)"
@@ -25,47 +21,20 @@ RIVALS = {
 }
 
 
-gate = methods.gate
-
-
-def arms(variant: str = "") -> dict[str, dict[str, Any]]:
-    """Return what each arm of the study changes, by its name."""
-    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
+def design(variant: str = "") -> Design:
+    """Return the study in a variant, with twenty seeds."""
+    variant, fading = one_of(variant, RIVALS), methods.FADING
+    base = methods.design(variant)
+    base.config.measure = "0"
+    given, claims = {}, []
     for method, text in METHODS.items():
-        found[method] = {"sparsity.blocks": text}
-        found |= methods.rivals(get_config(variant), method, RIVALS[one_of(variant, RIVALS)][method])
-    found[methods.FADING] = {"sparsity.blocks": methods.FADING_TEXT}  # costs what DW costs
-    found["dense, feed-forward width 8"] = {"model.hidden": 8}
-    found[WORSE] = {"sparsity.blocks": RANDOM}
-    return found
-
-
-def claims(variant: str = "") -> list[Claim]:
-    """Return the claims that the study judges."""
-    found = []
-    for method in METHODS:
+        given |= {method: text, **methods.rivals(base.config, method, RIVALS[variant][method])}
         about = "configs/vit_24.py" if method == DW else ""
-        found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", about))
-        found += methods.over_rivals(method, about=about)
-    found.append(Claim(f"{DW_DX} is as good as {DW}", DW_DX, "as good as", DW))
-    fading = methods.FADING
-    found.append(Claim(f"{fading} is better than {DW}", fading, "better than", DW))
-    found.append(Claim(f"{fading} is as good as dense", fading, "as good as", "dense"))
-    return [*found, *methods.over_rivals(fading, rivals_of=DW)]
+        claims += [as_good(method, about=about), *methods.over_rivals(method, about=about)]
+    given[fading] = methods.FADING_TEXT  # costs what DW costs
+    given["dense, feed-forward width 8"] = {"model.hidden": 8}
+    claims += [as_good(DW_DX, DW), better(fading, DW), as_good(fading), *methods.over_rivals(fading, rivals_of=DW)]
+    return Design(base.config, base.gate, SEEDS, arms("sparsity.blocks", given), claims)
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(SEEDS)
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    """Return the config of a variant."""
-    c = methods.get_config(one_of(variant, RIVALS))
-    c.measure = "0"
-    return c
-
-
-def get_sweep(variant: str = "") -> list[dict[str, Any]]:
-    """Return the runs: every arm with twenty seeds."""
-    return runs(arms(variant), SEEDS)
+get_config, get_sweep = launched(design)

@@ -39,7 +39,7 @@ import nmjax as nm
 from experiments import command
 from experiments.data import labelled
 from experiments.data.find import find
-from experiments.report.words import PLUS_MINUS
+from experiments.report.words import PLUS_MINUS, markdown_table, spread
 from experiments.training import digest, pretrained, provenance, tasks
 from experiments.training.program import Program
 from nmjax.kernels import check
@@ -264,23 +264,18 @@ def _share(program: Program) -> float:
     return effective / dense
 
 
-def describe(line: dict) -> str:
-    """Return the scores of a line of results in words."""
-    return ", ".join(f"{name} {values[-1]:.4g}" for name, values in line["rows"].items())
-
-
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table for each task, and no pictures."""
     tables = []
     for task in (*TASKS, "cola"):
         rows = [line for line in lines if line["case"]["task"] == task and line["outcome"] == "finished"]
         if rows:
-            tables += [*_table(task, rows), ""]
+            tables += [_table(task, rows), ""]
     scale = "FLOPs are shares of those of the dense arm, which has no pattern and no teacher."
     return "\n".join([*tables, scale, PLUS_MINUS]), {}
 
 
-def _table(task: str, lines: list[dict]) -> list[str]:
+def _table(task: str, lines: list[dict]) -> str:
     """Return a row for each arm, with a column for each pattern, and one for a teacher where there are results."""
     found: dict[tuple, list[float]] = {}
     flops: dict[tuple, float] = {}
@@ -289,25 +284,17 @@ def _table(task: str, lines: list[dict]) -> list[str]:
         key = case["method"], case["pattern"], case["teacher"]
         found.setdefault(key, []).append(100 * line["rows"]["accuracy"][0])
         flops[key] = line["rows"]["flops"][0]
-    name, dense = TITLES[task], _cell(found.pop(("dense", "", False), None))
+    name, dense = TITLES[task], spread(found.pop(("dense", "", False), []), ".1f")
     columns = [(pattern, teacher) for pattern in PATTERNS for teacher in (False, True)]
     columns = [column for column in columns if any(key[1:] == column for key in found)]
     if not columns:
-        return [f"{name}, dense: {dense}"]
-    head = " | ".join(f"{pattern}{' with a teacher' if teacher else ''}" for pattern, teacher in columns)
-    rows = [f"| {name}, test accuracy in % | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
-    cells = ["" if teacher else dense for _, teacher in columns]
-    rows.append(f"| dense | 1.00 | {' | '.join(cells)} |")
+        return f"{name}, dense: {dense}"
+    head = [f"{pattern}{' with a teacher' if teacher else ''}" for pattern, teacher in columns]
+    rows = [[f"{name}, test accuracy in %", "FLOPs at 2:4", *head]]
+    rows.append(["dense", "1.00", *("" if teacher else dense for _, teacher in columns)])
     for method, label in LABELS.items():
-        cells = [_cell(found.get((method, *column))) for column in columns]
+        cells = [spread(found.get((method, *column), []), ".1f") for column in columns]
         if any(cells):
             share = flops.get((method, "2:4", False))
-            rows.append(f"| {label} | {'' if share is None else f'{share:.2f}'} | {' | '.join(cells)} |")
-    return rows
-
-
-def _cell(values: list[float] | None) -> str:
-    if not values:
-        return ""
-    error = f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.1f}{error}"
+            rows.append([label, "" if share is None else f"{share:.2f}", *cells])
+    return markdown_table(rows, narrow=True)

@@ -17,7 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments import members
-from experiments.studies import STUDIES, named
+from experiments.studies import STUDIES, Design, named
 from experiments.training import tasks
 from experiments.training.program import Program
 
@@ -28,14 +28,19 @@ CASES = [{"study": name} for name in STUDIES]
 
 def config(study: str) -> ConfigDict:
     """Return what the times of a study depend on: its config and its arms."""
-    module, variant = named(study)
-    return ConfigDict({"base": module.get_config(variant).to_dict(), "arms": str(module.arms(variant))})
+    design = _design(study)
+    return ConfigDict({"base": design.config.to_dict(), "arms": str(design.arms)})
 
 
 def run(study: str) -> tuple[dict[str, list], list[str]]:
     """Return the seconds of a step of each arm of a study, round by round, and the notes on its data."""
+    design = _design(study)
+    return measured(design.config, design.arms), []
+
+
+def _design(study: str) -> Design:
     module, variant = named(study)
-    return measured(module.get_config(variant), module.arms(variant)), []
+    return module.design(variant)
 
 
 def measured(base: ConfigDict, arms: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
@@ -96,8 +101,3 @@ def shares(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """
     ratios = {name: np.array(values) / np.array(seconds["dense"]) for name, values in seconds.items()}
     return {name: float(np.median(each[1:])) for name, each in ratios.items()}
-
-
-def describe(line: dict) -> str:
-    """Return the times of a line of results in words."""
-    return ", ".join(f"{name} {share:.2f}" for name, share in shares(line["rows"]).items())

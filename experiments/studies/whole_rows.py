@@ -9,9 +9,7 @@ cost as many FLOPs, and usually have less variance than rows that are chosen by 
 of g, of x, or of both.
 """
 
-from typing import Any
-
-from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
+from experiments.studies import as_good, better, launched, methods
 
 METHODS = {
     "MVUE(dw) 2:4, single values": "dw_g=mvue(2,4)",
@@ -22,38 +20,19 @@ METHODS = {
     "rows by x 1:4": "dw_x=rows(mvue(1,4))",
     "rows by both 1:4": "dw_g=rows(mvue(1,4),by='both')",
 }
-RIVAL = "rows by g 1:4"  # the dense rivals have its FLOPs
+RIVAL, BOTH = "rows by g 1:4", "rows by both 1:4"  # the dense rivals have the FLOPs of the first
+CLAIMS = []
+for pattern in ("2:4", "1:4"):
+    for by in ("g", "x"):
+        rows, values = f"rows by {by} {pattern}", f"MVUE(dw) {pattern}, single values"
+        text = f"Whole rows in dw ({pattern}, chosen by {by}) are as good as"
+        CLAIMS.append(as_good(rows, values, f"{text} single values at the same FLOPs"))
+        CLAIMS.append(as_good(rows, text=f"{text} dense"))
+text = "Whole rows in dw (1:4) that are chosen by g and x are better than those chosen by g"
+CLAIMS.append(better(BOTH, RIVAL, text))
+text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
+CLAIMS.append(as_good(BOTH, "MVUE(dw) 1:4, single values", text))
 
-gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
-
-
-def arms(variant: str = "") -> dict[str, dict[str, Any]]:
-    """Return what each arm of the study changes, by its name."""
-    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
-    found |= {name: {"sparsity.blocks": text} for name, text in METHODS.items()}
-    found |= methods.rivals(get_config(variant), RIVAL, methods.Rival(0.7645, 56, 221))
-    found[WORSE] = {"sparsity.blocks": RANDOM}
-    return found
-
-
-def claims(variant: str = "") -> list[Claim]:
-    """Return the claims that the study judges."""
-    found = []
-    for pattern in ("2:4", "1:4"):
-        for by in ("g", "x"):
-            rows, values = f"rows by {by} {pattern}", f"MVUE(dw) {pattern}, single values"
-            text = f"Whole rows in dw ({pattern}, chosen by {by}) are as good as"
-            found.append(Claim(f"{text} single values at the same FLOPs", rows, "as good as", values))
-            found.append(Claim(f"{text} dense", rows, "as good as", "dense"))
-    both = "rows by both 1:4"
-    text = "Whole rows in dw (1:4) that are chosen by g and x are better than those chosen by g"
-    found.append(Claim(text, both, "better than", RIVAL))
-    text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
-    found.append(Claim(text, both, "as good as", "MVUE(dw) 1:4, single values"))
-    subject = "Training with whole rows in dw (1:4, chosen by g) is"
-    return [*found, *methods.over_rivals(RIVAL, subject=subject)]
-
-
-def get_sweep(variant: str = "") -> list[dict[str, Any]]:
-    """Return the runs: every arm with every seed."""
-    return runs(arms(variant), seeds(variant))
+SUBJECT = "Training with whole rows in dw (1:4, chosen by g) is"
+design = methods.on_vit(METHODS, RIVAL, methods.Rival(0.7645, 56, 221), CLAIMS, SUBJECT)
+get_config, get_sweep = launched(design)

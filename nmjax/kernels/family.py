@@ -7,7 +7,7 @@ that a plan can be made where no kernel can run. The kernels of family ``x`` are
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -98,6 +98,10 @@ class Family(ABC):
     @abstractmethod
     def candidates(self, shape: Shape, target: Target) -> Sequence[Config]:
         """Return configs to try for a product, the likeliest first. Some may not fit."""
+
+    def variations(self, config: Config) -> list[Config]:
+        """Return configs with the same tiles, walked, fetched and stored in other ways. Some may not fit."""
+        return [replace(config, stages=stages) for stages in (2, 3, 4, 5)]
 
     def speed(self, shape: Shape, config: Config, target: Target) -> float | None:
         """Return the estimated speed of a product as a multiple of a dense one's; None if there is no estimate."""

@@ -1,6 +1,7 @@
 """Hopper: which products `nmjax.kernels.hopper_spmm` computes, and by which tiles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -112,6 +113,12 @@ class Hopper(Family):
         ]
         fitting = [config for config in configs if self.config_refusal(shape, config) is None]
         return sorted(fitting, key=lambda config: _cycles(shape, config, target))
+
+    def variations(self, config: HopperConfig) -> list[HopperConfig]:
+        changes: list[dict[str, Any]] = [{"band": 1}, {"band": 16}, {"tile_k": 128, "stages": 2}]
+        changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
+        changes += [{"split": split} for split in (config.split // 2, 2 * config.split) if config.split > 1]
+        return [replace(config, **change) for change in changes]
 
     def speed(self, shape: Shape, config: HopperConfig, target: Target) -> float:
         """Compare the cycles of the model."""

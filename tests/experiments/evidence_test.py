@@ -25,7 +25,7 @@ DW = "MdGf (30 %) + MVUE(dw)"
 
 def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
     study = recorded.study(name)
-    changes = study.module.arms(study.variant)[arm] | {"seed": seed}
+    changes = study.design.arms[arm] | {"seed": seed}
     (member,) = members.listed(config_files.load(study.config_file), [changes])
     return {
         "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
@@ -306,15 +306,6 @@ def test_arms_without_a_hardened_network_are_named(tmp_path):
     assert "Arms without a hardened network" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
-def test_results_of_no_arm_are_refused(tmp_path):
-    other = line("dense", 10, 0.3)
-    other["changes"] = {"sparsity.blocks": "ste(2,4)", "seed": 10}
-    (member,) = members.listed(config_files.load(recorded.study(NAME).config_file), [other["changes"]])
-    other["config"] = digest.identity(member.config).digest
-    with pytest.raises(Mistake, match=r"recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"):
-        claims.judged(NAME, written(tmp_path, [*GOOD, other]))
-
-
 def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     """The method is as good as dense by the loss. It is worse by the accuracy, and by the loss on validation data."""
     scores = lambda loss, validation: {
@@ -346,56 +337,86 @@ def test_missing_seeds_are_named_below_the_main_claims(tmp_path):
 
 
 def without(field):
-    return lambda: [{name: value for name, value in line("dense", 10, 0.3).items() if name != field}]
+    return lambda: {name: value for name, value in line("dense", 10, 0.3).items() if name != field}
 
 
+def elsewhere():
+    """Return the line of a method that the study does not have."""
+    changes = {"sparsity.blocks": "ste(2,4)", "seed": 10}
+    (member,) = members.listed(config_files.load(recorded.study(NAME).config_file), [changes])
+    return line("dense", 10, 0.3, changes=changes, config=digest.identity(member.config).digest)
+
+
+def with_figures(seed, **figures):
+    return lambda: [*runs(DW, [0.33]), line(DW, seed, 0.0, figures=figures)]
+
+
+OTHER = "python launch.py --config=experiments/studies/methods.py:vit_cpu --sweep --results=a.jsonl"
 FIELDS = ("figures", "devices", "flops", "outcome", "changes", "steps", "began", "ended", "versions")
 NO_NUMBERS = ({"figures": None}, {"figures": {"loss": "0.3"}}, {"flops": None}, {"flops": [None, 1.0]}, {"steps": "9"})
-REFUSED = [  # what is refused, and why: made when the seeds of the study are the tests' own
-    (lambda: runs(DW, [0.33, math.nan]), "with seed 11 finished, but its hardened_loss is nan. Delete its line."),
-    (
-        lambda: [*runs(DW, [0.33]), line(DW, 11, 0.0, figures={"accuracy": 0.88, "loss": 0.35})],
+AGAIN = "Delete the line, and make it again with: python launch.py --config="
+REFUSED = {  # lines after good ones, or a text: made when the seeds of the study are the tests' own; and why
+    "nan": (lambda: runs(DW, [0.33, math.nan]), "with seed 11 finished, but its hardened_loss is nan. Delete its line"),
+    "no hardened loss": (
+        with_figures(11, accuracy=0.88, loss=0.35),
         "“MdGf .*” with seed 11 has no hardened_accuracy, but other runs of it have one",
     ),
-    (
-        lambda: [*runs(DW, [0.33]), line(DW, 11, 0, figures=line(DW, 11, 0.33)["figures"] | {"validation_loss": 0.3})],
+    "no validation": (
+        with_figures(11, accuracy=0.1, hardened_accuracy=0.88, hardened_loss=0.33, loss=9.0, validation_loss=0.3),
         "“MdGf .*” with seed 10 has no validation_loss, but other runs of it have one",
     ),
-    (lambda: [line("dense", 3, 0.3)], "recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"),
-    *(
-        (lambda change=change: [line("dense", 10, 0.3, **change)], r"line 9 is not a line of results \(\w+Error: .*\)")
+    "another seed": (lambda: line("dense", 3, 0.3), "jsonl: the run .* is not in the study. Delete its line"),
+    "another arm": (elsewhere, "jsonl: the run .* is not in the study. Delete its line"),
+    "another command": (
+        lambda: line("dense", 10, 0.3, command="python launch.py --config=a.py --sweep"),
+        "line 9 was made by another command",
+    ),
+    "by hand": (
+        lambda: line("dense", 10, 0.3, command=f"{OTHER} --config.steps=6000"),
+        "line 9 was made by another command",
+    ),
+    "no command": (without("command"), "line 9 was made by another command"),
+    "another config": (
+        lambda: line("dense", 10, 0.3, config="0123456789ab"),
+        "line 9 was made with another config: the config file has changed since",
+    ),
+    "no format": (without("format"), "line 9 is not a line of results .KeyError: 'format'"),
+    "another format": (
+        lambda: line("dense", 10, 0.3, format=0),
+        f"line 9 has format 0, but only format 1 can be read. {AGAIN}",
+    ),
+    "cut": (lambda: b'{"form', rf"line 1 is not a line of results \(.*{AGAIN}"),
+    "no text": (lambda: b"\xff\xfe", rf"{NAME}.jsonl is not text: .* Delete it, and make it with: python launch.py"),
+    "no file": (None, rf"there is no .*{NAME}.jsonl. Make it with: python launch.py --config=.* --sweep --results="),
+    **{
+        str(change): (
+            lambda change=change: line("dense", 10, 0.3, **change),
+            r"line 9 is not a line of results \(\w+Error: .*\)",
+        )
         for change in NO_NUMBERS
-    ),
-    *(
-        (without(field), rf"line 9 is not a line of results \(KeyError: '{field}'\). Delete the line")
+    },
+    **{
+        f"without {field}": (without(field), rf"line 9 is not a line of results \(KeyError: '{field}'\). {AGAIN}")
         for field in FIELDS
-    ),
-]
+    },
+}
 
 
-@pytest.mark.parametrize(("lines", "why"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
-def test_results_that_are_not_those_of_the_study_are_refused(lines, why, tmp_path):
+@pytest.mark.parametrize("case", REFUSED)
+def test_results_that_are_not_those_of_the_study_are_refused(case, tmp_path):
+    make, why = REFUSED[case]
+    found = make and make()
+    if isinstance(found, bytes):
+        (written(tmp_path, GOOD) / f"{NAME}.jsonl").write_bytes(found)
+    elif found:
+        written(tmp_path, [*GOOD, *([found] if isinstance(found, dict) else found)])
     with pytest.raises(Mistake, match=why):
-        claims.judged(NAME, written(tmp_path, [*GOOD, *lines()]))
-
-
-def test_a_file_that_is_not_text_is_refused(tmp_path):
-    written(tmp_path, GOOD)
-    (tmp_path / f"{NAME}.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(Mistake, match=rf"{NAME}.jsonl is not text: .* Delete it, and make it with: python launch.py"):
         claims.judged(NAME, tmp_path)
 
 
 def test_studies_share_runs_of_the_same_config(tmp_path):
     """The config decides, and not which of the studies has made the run."""
-    command = "python launch.py --config=experiments/studies/methods.py:vit_cpu --sweep --results=a.jsonl"
-    shared = [each | {"command": command} for each in GOOD]
-    assert claims.judged(NAME, written(tmp_path, shared)).failed == ""
-    by_hand = [each | {"command": f"{command} --config.steps=6000"} for each in GOOD]
-    with pytest.raises(Mistake, match="line 1 was made by another command"):
-        claims.judged(NAME, written(tmp_path, by_hand))
-    with pytest.raises(Mistake, match="line 1 was made with another config"):
-        claims.judged(NAME, written(tmp_path, [shared[0] | {"config": "0123456789ab"}]))
+    assert claims.judged(NAME, written(tmp_path, [each | {"command": OTHER} for each in GOOD])).failed == ""
 
 
 def test_a_run_that_was_continued_took_the_time_of_its_parts(tmp_path):
@@ -432,20 +453,20 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", STUDIES)
 def test_claims_are_about_arms_of_the_study(name):
     module, variant = recorded.study(name)[:2]
-    arms, said = module.arms(variant), module.claims(variant)
+    _, gate, seeds, arms, said = module.design(variant)
     assert len({str(changes) for changes in arms.values()}) == len(arms)
     assert {arm for claim in said for arm in (claim.first, claim.second)} <= {*arms}
-    assert module.gate(variant).worse in arms
-    assert len(module.get_sweep(variant)) == len(arms) * len(module.seeds(variant))
+    assert gate.worse in arms
+    assert len(module.get_sweep(variant)) == len(arms) * len(seeds)
 
 
 def test_the_main_claims_follow_their_rule():
     """A config file's method meets dense training and its rivals. A paper's method meets one other, once a network."""
     found = {}
     for one in map(recorded.study, STUDIES):
-        for claim in one.module.claims(one.variant):
+        for claim in one.design.claims:
             if claim.about:
-                found.setdefault((claim.about, one.module.gate(one.variant).network), []).append((one.module, claim))
+                found.setdefault((claim.about, one.design.gate.network), []).append((one.module, claim))
     assert {about for about, _ in found} == {*ABOUT}
     for (about, network), claims_of in found.items():
         seconds = {claim.second.partition(",")[0] for _, claim in claims_of}
@@ -460,9 +481,9 @@ def test_the_main_claims_follow_their_rule():
 def test_a_main_claim_about_a_config_is_about_its_method(about):
     config = config_files.load(about)
     for one in map(recorded.study, STUDIES):
-        for claim in one.module.claims(one.variant):
+        for claim in one.design.claims:
             if claim.about == about:
-                method = claims.recipe_of(one, one.module.arms(one.variant)[claim.first])
+                method = claims.recipe_of(one, one.design.arms[claim.first])
                 assert method == settings.recipe(config, 1000)
 
 
@@ -473,7 +494,7 @@ ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu
 def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
-    base, arms = config_files.load(study.config_file), study.module.arms(study.variant)
+    base, arms = config_files.load(study.config_file), study.design.arms
     config = lambda arm: members.listed(base, [arms[arm] | {"seed": 0}])[0].config
     found = 0
     for rival in arms:

@@ -14,36 +14,23 @@ CONFIG_FILE = '''
 """A study of a few steps on digits."""
 
 from configs import common
-from experiments.studies import Claim, Gate, runs
+from experiments.studies import Claim, Design, Gate, launched
 
 
-def get_config(variant=""):
+def design(variant=""):
     c = common.vit("smoke")
     c.unlock()
     c.model.depth, c.model.width, c.model.hidden, c.steps, c.measure, c.evaluate = 1, 64, 256, 8, "0", "100%"
     c.rules, c.sparsity = ((r".*mlp.*", "blocks"), (r".*", "dense")), dict(blocks="dense")
-    return c.lock()
-
-
-def arms(variant=""):
+    c.lock()
     narrow = {"model.width": 48, "model.hidden": 192}
-    return {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}, "dense, narrower": narrow}
+    arms = {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}, "dense, narrower": narrow}
+    claims = [Claim("STE is as good as dense", "STE", "as good as", "dense")]
+    gate = Gate("ViT, digits", "fashion_mnist", "accuracy", 0.0, worse="dense, narrower", margin=1e-9, unit="nats")
+    return Design(c, gate, [0, 1, 2], arms, claims)
 
 
-def claims(variant=""):
-    return [Claim("STE is as good as dense", "STE", "as good as", "dense")]
-
-
-def gate(variant=""):
-    return Gate("ViT, digits", "fashion_mnist", "accuracy", 0.0, worse="dense, narrower", margin=1e-9, unit="nats")
-
-
-def seeds(variant=""):
-    return [0, 1, 2]
-
-
-def get_sweep(variant=""):
-    return runs(arms(variant), seeds(variant))
+get_config, get_sweep = launched(design)
 '''
 
 

@@ -80,46 +80,36 @@ def said(capsys, *args):
     return code, err.rstrip("\n")
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.parametrize("file", ["run.json", "config.json", "text.json"])
-def test_a_report_and_a_comparison_name_the_damaged_file(tmp_path, capsys, name, file):
-    content, why = DAMAGE[name]
+NO_FILE = "it is not a regular file, but a folder, a named pipe or a device."
+KINDS = [
+    ("figures", None, "an object of numbers, but it is null."),
+    ("figures", {"accuracy": "high"}, 'an object of numbers, but it is {"accuracy": "high"}.'),
+    ("summary", [1], "a list of pairs, but it is [1]."),
+    ("flops", [10], "a list of two numbers, but it is [10]."),
+    ("steps", True, "an integer, but it is true."),
+    ("outcome", 3, "a text, but it is 3."),
+]
+NAMED = [  # a file, its content (None: it is a folder), and what is said
+    *((file, *DAMAGE[name]) for name in DAMAGE for file in ("run.json", "config.json", "text.json")),
+    *((file, None, NO_FILE) for file in ("run.json", "config.json", "metrics.jsonl", "plan.html", "text.json")),
+    *(("run.json", json.dumps({field: value}), f'"{field}" must be {kind}') for field, value, kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "why"), NAMED, ids=[str(n) for n in range(len(NAMED))])
+def test_a_report_and_a_comparison_name_the_damaged_file(tmp_path, capsys, file, content, why):
     good, bad = make(tmp_path / "good"), make(tmp_path / "bad", "ste(2,4)")
-    (bad / file).write_bytes(content.encode(errors="surrogatepass"))
+    (bad / file).unlink(missing_ok=True)
+    if content is None:
+        (bad / file).mkdir()
+    else:
+        (bad / file).write_bytes(content.encode(errors="surrogatepass"))
     for args in ([bad], [good, bad], [tmp_path, "--baseline=x"]):
         code, line = said(capsys, *args)
         assert code == 2
         assert line.startswith(f"{bad / file} ")
         assert why.replace("run.json cannot be read: ", "") in line
-    assert not list(tmp_path.rglob("*.html"))
-
-
-@pytest.mark.parametrize("file", ["run.json", "config.json", "metrics.jsonl", "plan.html", "text.json"])
-def test_a_folder_in_place_of_a_file_is_named(tmp_path, capsys, file):
-    good, bad = make(tmp_path / "good"), make(tmp_path / "bad", "ste(2,4)")
-    (bad / file).unlink(missing_ok=True)
-    (bad / file).mkdir()
-    for args in ([bad], [good, bad]):
-        why = "it is not a regular file, but a folder, a named pipe or a device."
-        assert said(capsys, *args) == (2, f"{bad / file} cannot be read: {why}")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "kind"),
-    [
-        ("figures", None, "an object of numbers, but it is null."),
-        ("figures", {"accuracy": "high"}, 'an object of numbers, but it is {"accuracy": "high"}.'),
-        ("summary", [1], "a list of pairs, but it is [1]."),
-        ("flops", [10], "a list of two numbers, but it is [10]."),
-        ("steps", True, "an integer, but it is true."),
-        ("outcome", 3, "a text, but it is 3."),
-    ],
-)
-def test_a_field_of_another_type_is_named(tmp_path, capsys, field, value, kind):
-    good, bad = make(tmp_path / "good"), make(tmp_path / "bad", "ste(2,4)", **{field: value})
-    for args in ([bad], [good, bad]):
-        code, line = said(capsys, *args)
-        assert (code, line) == (2, f'{bad / "run.json"} cannot be read: "{field}" must be {kind}')
+    assert not [path for path in tmp_path.rglob("*.html") if path.is_file()]
 
 
 @pytest.mark.parametrize("seed", range(2))

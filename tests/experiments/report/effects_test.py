@@ -100,20 +100,10 @@ def test_what_the_runs_do_not_tell_is_said(values, pair, why):
         effects.effects(values, [pair])
 
 
-@pytest.mark.parametrize(
-    ("effect", "better"),
-    [
-        (Effect(1.0, 0.1, 30, 0.0), HOLDS),
-        (Effect(0.2, 0.05, 30, 0.0), SMALL),  # less than the margin of 0.5
-        (Effect(-1.0, 0.1, 30, 0.0), WORSE),
-        (Effect(-0.3, 0.05, 30, 0.0), SLIGHTLY_WORSE),
-        (Effect(0.1, 0.1, 30, 0.3), NO_DIFFERENCE),
-        (Effect(0.2, 0.08, 30, 0.06), OPEN),  # its own interval excludes 0, and the table's correction does not
-        (Effect(0.3, 1.0, 30, 0.8), OPEN),
-    ],
-)
-def test_verdicts_on_better(effect, better):
-    assert effects.verdict("better than", effect, 0.5) == better
+def test_the_correction_of_a_table_counts_and_not_the_interval_alone():
+    effect = Effect(0.2, 0.08, 30, 0.06)
+    assert effect.interval()[0] > 0
+    assert effects.verdict("better than", effect, 0.5) == OPEN
 
 
 def judged(draw, margin):
