@@ -1,4 +1,7 @@
-"""Sparsity in flax.linen models: layers of every kind, stacks, time, state and final forms."""
+"""Sparsity in flax.linen models: what is special to their variables, stacks and final forms.
+
+The laws of every delivery are in tests/delivery_test.py.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -18,17 +21,9 @@ from nmjax import linen
 from nmjax.linen.doors import DOORS
 from nmjax.linen.variables import SiteVariable
 from nmjax.programs import sites
+from tests.delivery_test import DRAWN, HELD, MICRO, SEED, STEP, normal
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
-
-EVERY = "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); dw_g=mvue(2,4); dw_x=mse(2,4)"
-METHODS = (
-    "ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "sdgp(2,4,over='group')", "mvue(2,4)", "fst(every=3)",
-    "bi_mask(every=2,draws=4)", "bdwp()", "mdgf(2,4,linear(1,0,9))", "sdgf(1,4,steps=8)", EVERY,
-)  # fmt: skip
-HELD = "y_w=ste(hold(transposable(2,4),every=3)); dw_g=mvue(2,4)"
-DRAWN = "y_w=ste(hold(uniform(2,4,rescale=False)))"
-STEP, MICRO, SEED = 3, 1, 5
 
 
 @dataclass(frozen=True)
@@ -88,10 +83,6 @@ def door():
     DOORS.update(before)
 
 
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
 def whole(seed, *shape):
     """Return whole numbers. Their sums are exact in any order, so results can be compared for equality."""
     return jnp.asarray(np.random.default_rng(seed).integers(-1, 2, shape), jnp.float32)
@@ -123,74 +114,12 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-# ---- every kind of layer does what its product does by hand ----
+DENSE = named(nn.Dense, 8)
+CONV = named(nn.Conv, 8, (3, 3), strides=2, feature_group_count=2, padding="SAME")
 
 
-def by_einsum(spec):
-    return lambda x, w, **k: nm.einsum(spec, x, w, **k)
-
-
-def by_conv(x, w, **k):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return nm.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=2, **k)
-
-
-# The layer, the shape of x, its product by hand, and the axes of the weight that the product contracts and keeps.
-LAYERS = {
-    "Dense": (named(nn.Dense, 8), (8, 16), by_einsum("ti,io->to"), (0,), (1,)),
-    "DenseGeneral": (
-        named(nn.DenseGeneral, (2, 12), (-2, -1), use_bias=False),
-        (8, 4, 8), by_einsum("tab,abcd->tcd"), (0, 1), (2, 3),
-    ),
-    "batched": (
-        named(nn.DenseGeneral, 8, batch_dims=0, use_bias=False), (3, 8, 16), by_einsum("eti,eio->eto"), (1,), (2,),
-    ),
-    "Conv": (
-        named(nn.Conv, 8, (3, 3), strides=2, feature_group_count=2, padding="SAME"), (4, 8, 8, 16), by_conv, (2,), (3,),
-    ),
-    "declared": (named(Einsum, (16, 8), before=("bi,io->bo",)), (8, 16), by_einsum("bi,io->bo"), (0,), (1,)),
-    "turned": (named(Einsum, (8, 16), before=("bi,oi->bo",)), (8, 16), by_einsum("bi,oi->bo"), (1,), (0,)),
-    "in front": (
-        named(Einsum, (2, 16, 4), before=("bi,nio->nbo",)), (8, 16),
-        lambda x, w, **k: jnp.moveaxis(nm.einsum("bi,nio->bno", x, w, **k), 1, 0), (1,), (0, 2),
-    ),
-}  # fmt: skip
-CASES = [("Dense", m) for m in (*METHODS, DRAWN)] + [("batched", EVERY), ("Conv", "sdgp(2,4)")]
-CASES += [(layer, m) for layer in ("DenseGeneral", "Conv") for m in ("s_ste(2,4)", "fst(every=3)", EVERY)]
-CASES += [("DenseGeneral", "bi_mask(every=2,draws=4)")]
-CASES += [(layer, m) for layer in ("declared", "turned", "in front") for m in ("s_ste(2,4)", EVERY)]
-
-
-@pytest.mark.parametrize(("layer", "text"), CASES)
-def test_a_layer_is_its_product_by_hand(layer, text):
-    plain, shape, product, contract, out = LAYERS[layer]
-    model, x = Pruned(plain, text), normal(1, *shape)
-    variables = linen.reset_state(model.init(x))
-
-    @jax.jit
-    def delivered(w, x, g):
-        now = linen.set_step(with_weight(variables, w), STEP, MICRO)
-        y, back = jax.vjp(lambda w, x: model.apply(with_weight(now, w), x), w, x)
-        return y, *back(g)
-
-    @jax.jit
-    def by_hand(w, x, g):
-        sparsity, words = nm.parse(text), sites.site_words(SEED, "layer")
-        axes = {"contract": contract, "out": out}
-        state = sparsity.init(w, **axes, ctx=nm.Ctx(words))
-        state = sparsity.refresh(w, **axes, ctx=nm.Ctx(words, STEP, state, since=0))
-        ctx = nm.Ctx(sites.site_key(words, MICRO), STEP, state)
-        y, back = jax.vjp(lambda w, x: product(x, w, sparsity=sparsity, ctx=ctx), w, x)
-        return y, *back(g)
-
-    w, g = weight(variables), normal(3, *jax.eval_shape(model.apply, variables, x).shape)
-    for got, hand in zip(delivered(w, x, g), by_hand(w, x, g), strict=True):  # the bias is zero
-        np.testing.assert_allclose(got, hand, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layer", ["Dense", "Conv"])
-def test_a_dense_layer_adds_no_array_and_changes_no_bit(layer):
-    plain, shape, *_ = LAYERS[layer]
+@pytest.mark.parametrize(("plain", "shape"), [(DENSE, (8, 16)), (CONV, (4, 8, 8, 16))])
+def test_a_dense_layer_adds_no_array_and_changes_no_bit(plain, shape):
     model, x = Pruned(plain, "dense"), normal(1, *shape)
     variables = model.init(x)
     assert not jax.tree.leaves(variables["nm"])
@@ -204,7 +133,7 @@ def test_a_dense_layer_adds_no_array_and_changes_no_bit(layer):
 
 def of(text, seed=SEED):
     """Return a layer, its variables and an input."""
-    model, x = Pruned(LAYERS["Dense"][0], text, seed), normal(1, 8, 16)
+    model, x = Pruned(DENSE, text, seed), normal(1, 8, 16)
     return model, model.init(x), x
 
 
@@ -219,43 +148,16 @@ def test_the_collection_mirrors_the_parameters_and_has_the_arrays_that_are_neede
     assert needs("y_w=ste(hold(mse(2,4),every=3))") == (None, (2,), {"y_w": (16, 8)})  # when it was renewed
 
 
-# ---- noise and time ----
+# ---- paths and time ----
 
 
-def gradient(model, variables, x):
-    return jax.grad(lambda w: jnp.sin(model.apply(with_weight(variables, w), x)).sum())(weight(variables))
-
-
-@pytest.mark.slow
-def test_noise_is_a_function_of_seed_path_step_and_micro_step():
-    model, start, x = of("mvue(2,4)")
-    at = lambda *time: gradient(model, linen.set_step(start, *time), x)
-    drawn = [at(0), at(1), at(0, 1), at(1, 1)]
-    other, begin, _ = of("mvue(2,4)", seed=1)
-    drawn.append(gradient(other, linen.set_step(begin, 0), x))
-    assert len({v.tobytes() for v in map(np.asarray, drawn)}) == 5
-    late = functools.reduce(lambda v, step: linen.set_step(v, *step), [(9, 3), (4, 0), (1, 1)], start)
-    np.testing.assert_array_equal(gradient(model, late, x), drawn[3])
+def test_paths_are_those_of_all_layers():
+    """Those of dense layers too."""
     rules = nm.Recipe({"layers_2": "dense", ".*": "mvue(2,4)"})
-    three = Pruned(nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(4)]), rules, seed=1).init(x)
-    assert linen.paths(three) == ("layers_0", "layers_1", "layers_2")  # those of dense layers too
-    for site in (the_site(begin), *all_sites(three)[:2]):
+    three = Pruned(nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(4)]), rules, seed=1).init(normal(1, 8, 16))
+    assert linen.paths(three) == ("layers_0", "layers_1", "layers_2")
+    for site in all_sites(three)[:2]:
         np.testing.assert_array_equal(site.words.reshape(2), sites.site_words(1, site.origin.path))
-
-
-@pytest.mark.parametrize("text", ["fst(every=3)", "y_w=ste(hold(uniform(2,4,rescale=False),every=3))"])
-def test_masks_change_at_their_steps_and_not_by_accumulation(text):
-    _, variables, _ = of(text)
-    set_step = jax.jit(linen.set_step)
-    masks, changes = [], []
-    for step in range(9):
-        variables = with_weight(variables, normal(100 + step, 16, 8))
-        for micro in range(2):
-            variables = set_step(variables, step, micro)
-            masks.append(np.asarray(the_site(variables).state["y_w"]))
-        assert np.array_equal(masks[-1], masks[-2])
-        changes += [step] if step and not np.array_equal(masks[-1], masks[-3]) else []
-    assert changes == [3, 6]
 
 
 def test_forward_passes_read_and_do_not_write():
@@ -334,43 +236,6 @@ def test_what_is_compiled_outside_is_not_used_inside():
     np.testing.assert_allclose(apply(variables, x), dense, atol=1e-5)
     with model.within():
         assert np.array_equal(apply(variables, x), sparse)
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, -1])
-def test_a_stack_has_noise_and_state_of_its_own_for_every_layer(axis):
-    _, variables = stack("s_ste(2,4)", axis)
-    site, weights = the_site(variables), jnp.moveaxis(weight(variables), axis, 0)
-    words = sites.site_words(SEED, PATH, (3,))
-    np.testing.assert_array_equal(jnp.moveaxis(site.words, axis, 0).reshape(3, 2), words)
-    assert len({tuple(row) for row in words.tolist()}) == 3
-    betas = [nm.soft(2, 4).init(w, 0) for w in weights]
-    np.testing.assert_allclose(site.state["y_w"].reshape(3), betas, rtol=1e-6)
-    assert len({float(b) for b in betas}) == 3
-    later = the_site(linen.set_step(variables, 7, 2))
-    np.testing.assert_array_equal(jnp.moveaxis(later.time, axis, 0).reshape(3, 2), [[7, 2]] * 3)
-    equal(later.replace(time=None), site.replace(time=None))
-
-
-@pytest.mark.parametrize(("lifted", "axis"), [(False, 0), (True, 1)])
-@pytest.mark.parametrize("text", [HELD, "bi_mask(every=3,draws=4,lam=0)", "sdgf(1,4,steps=8)", EVERY])
-def test_a_stack_is_its_layers_one_after_another(text, lifted, axis):
-    model, variables = stack(text, axis, lifted=lifted)
-    weights, x, g = whole(0, 3, 16, 16), whole(1, 8, 16), whole(2, 8, 16)
-
-    @jax.jit
-    def delivered(weights, x, g):
-        now = linen.set_step(with_weight(variables, jnp.moveaxis(weights, 0, axis)), STEP, MICRO)
-        y, back = jax.vjp(lambda w, x: model.apply(with_weight(now, w), x), weight(now), x)
-        dw, dx = back(g)
-        return y, jnp.moveaxis(dw, axis, 0), dx
-
-    def by_hand(weights, x):
-        for w, own in zip(weights, sites.site_words(SEED, PATH, (3,)), strict=True):
-            x = one_layer(text, w, own, x)
-        return x
-
-    y, back = jax.vjp(by_hand, weights, x)
-    equal(delivered(weights, x, g), (y, *back(g)))
 
 
 class Grid(nn.Module):
@@ -455,45 +320,31 @@ def test_what_init_draws_differs_in_a_stack():
 
 # ---- final forms and state ----
 
-HARD = (
-    "ste(2,4)", "s_ste(2,4)", "s_ste(2,4,fp8=True)", "mdgf(2,4,linear(1,0,9))", "fst(every=3)", "sdgf(1,4,steps=8)",
-    "activation(2,4)", "bi_mask(draws=4)",
-)  # fmt: skip
-HARDENED = [(named(nn.Dense, 8, dtype=jnp.bfloat16), text, 0) for text in HARD]
-HARDENED += [(named(nn.Dense, 8), "s_ste(2,4)", 0), (named(nn.Einsum, (64, 8), "bti,io->bto"), "s_ste(2,4)", 0)]
-HARDENED += [(named(nn.ConvTranspose, 8, (3,), strides=(2,)), "s_ste(2,4)", 1)]
-HARDENED += [(named(Einsum, (4, 64, 8), before=("BTD,NDH->BTNH",)), "mdgf(2,4,linear(1,0,9))", 1)]
-HARDENED += [(named(nn.MultiHeadDotProductAttention, 4), "s_ste(2,4)", None)]
+HARDENED = [
+    (named(nn.Einsum, (64, 8), "bti,io->bto"), 0),
+    (named(nn.ConvTranspose, 8, (3,), strides=(2,)), 1),
+    (named(Einsum, (4, 64, 8), before=("BTD,NDH->BTNH",)), 1),
+    (named(nn.MultiHeadDotProductAttention, 4), None),
+]
 
 
-@pytest.mark.parametrize(("layer", "text", "axis"), HARDENED)
-def test_hardened_is_the_training_form_bit_for_bit(layer, text, axis):
-    model, x = Pruned(layer, text), normal(1, 2, 8, 64)
+@pytest.mark.parametrize(("layer", "axis"), HARDENED)
+def test_more_layers_are_hardened_to_the_training_form(layer, axis):
+    model, x = Pruned(layer, "s_ste(2,4)"), normal(1, 2, 8, 64)
     variables = linen.set_step(model.init(x), 9)
     apply = jax.jit(model.apply)
     y, hard = apply(variables, x), jax.jit(linen.harden)(variables)
     np.testing.assert_array_equal(apply(hard, x), y)
-    inputs_too = "activation" in text or "fp8" in text
-    assert np.array_equal(jax.jit(layer.apply)({"params": hard["params"]}, x), y) != inputs_too
+    np.testing.assert_array_equal(jax.jit(layer.apply)({"params": hard["params"]}, x), y)
     chex.assert_trees_all_equal_shapes_and_dtypes(hard["params"], variables["params"])
+    assert not any(map(int, linen.violations(hard).values()))
     if axis is None:
-        assert not any(map(int, linen.violations(hard).values()))
         assert sorted(linen.paths(hard)) == [f"layer/{name}" for name in ("key", "out", "query", "value")]
     else:
-        n = 1 if "sdgf" in text else 4 if "activation" in text else 2
-        assert nm.groups.is_nm(weight(hard), n, 4, axis=axis)
-        assert nm.groups.is_nm(weight(variables), n, 4, axis=axis) == (n == 4)
+        assert nm.groups.is_nm(weight(hard), 2, 4, axis=axis)
     assert not jax.tree.leaves(hard["nm"])
     equal(linen.harden(hard), hard)
     equal(linen.set_step(hard, 3), hard)
-
-
-def test_a_weight_is_hardened_in_the_dtype_of_its_product():
-    """The ranks of bfloat16 values differ from the ranks of the float32 values that they round."""
-    variables = Pruned(named(nn.Dense, 64, dtype=jnp.bfloat16), "ste(2,4)").init(normal(1, 8, 256))
-    w, hard = weight(variables), weight(linen.harden(variables))
-    np.testing.assert_array_equal(hard, nm.mse(2, 4)(w.astype(jnp.bfloat16), 0).astype(jnp.float32))
-    assert not np.array_equal(hard != 0, nm.mse(2, 4)(w, 0) != 0)
 
 
 def test_a_call_in_another_dtype_than_that_of_init():
@@ -530,17 +381,9 @@ def test_a_tied_layer_keeps_one_variable_and_a_soft_weight_shrinks_once(scanned)
     np.testing.assert_array_equal(model.apply(hard, x), model.apply(variables, x))
 
 
-def test_state_is_made_anew_of_loaded_weights():
-    _, variables, _ = of("s_ste(2,4)")
-    loaded = with_weight(variables, normal(9, 16, 8) ** 3)
-    old, new = (linen.set_step(v, 4) for v in (loaded, linen.reset_state(loaded)))
-    one, other = (float(the_site(v).state["y_w"].reshape(())) for v in (old, new))
-    assert other == float(nm.soft(2, 4).init(weight(loaded), 0)) != one
-
-
 def test_a_part_of_a_model_applies_as_it_does_within():
     """The path in its variable counts, not the path that the part has on its own."""
-    model, x = Pruned(LAYERS["Dense"][0], nm.Recipe({"layer": "ste(2,4)"})), normal(1, 8, 16)
+    model, x = Pruned(DENSE, nm.Recipe({"layer": "ste(2,4)"})), normal(1, 8, 16)
     variables = model.init(x)
     part, dense = Pruned(nn.Dense(8), model.rules), {"params": variables["params"]["layer"]}
     whole_y = model.apply(variables, x)

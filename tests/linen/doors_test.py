@@ -15,20 +15,8 @@ from flax import linen as nn
 import nmjax as nm
 from nmjax import linen
 from nmjax.linen.doors import DOORS
-from tests.linen.delivery_test import (
-    EVERY,
-    LAYERS,
-    PATH,
-    SEED,
-    Block,
-    Einsum,
-    Pruned,
-    Stack,
-    door,
-    named,
-    normal,
-    stack,
-)
+from tests.delivery_test import EVERY, SEED, normal
+from tests.linen.delivery_test import DENSE, PATH, Block, Einsum, Pruned, Stack, door, named, stack
 
 pytestmark = pytest.mark.sampled
 fixture = door  # Einsum has its door in every test
@@ -252,7 +240,7 @@ def a_part():
     linen.set_step({**variables, "params": {"layers_0": variables["params"]["layers_0"]}}, 3)
 
 
-LAYER, SSTE, NOISE = LAYERS["Dense"][0], "s_ste(2,4)", "mvue(2,4)"
+LAYER, SSTE, NOISE = DENSE, "s_ste(2,4)", "mvue(2,4)"
 in_steps = lambda variables: jax.eval_shape(functools.partial(linen.set_step, step=0), variables)
 hardened = lambda variables: jax.eval_shape(linen.harden, variables)
 apart = lambda: shapes(Stack(1, 0))

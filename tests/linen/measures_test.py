@@ -191,34 +191,3 @@ def test_a_plan_says_what_would_be_refused():
         linen.plan(Nnx(nnx.Rngs(0)), X)
     with pytest.raises(TypeError, match="plan takes a Recipe"):
         linen.plan(Linen(), "ste(2,4)", X)
-
-
-def test_a_harden_before_the_schedule_has_ended_says_so():
-    layer, x = nn.Dense(8), jnp.ones((4, 16))
-    with nm.linen.sparsify(nm.Recipe({".*": "mdgf(2,4,linear(1,0,8))"})):
-        variables = layer.init(jax.random.key(0), x)
-    with pytest.warns(UserWarning, match=r"^harden at step 4: the schedules of \(the model\) have not ended") as caught:
-        hard = linen.harden(linen.set_step(variables, 4))
-    assert caught[0].filename == __file__
-    assert int(linen.violations(hard)["kernel"]) == 0
-    linen.harden(linen.set_step(variables, 8))
-
-
-def test_a_harden_before_the_schedule_of_the_inputs_has_ended_says_so(recwarn):
-    layer, x = nn.Dense(8), jnp.ones((4, 16))
-    with nm.linen.sparsify(nm.Recipe({".*": "y_x=ste(stages(((0,identity),(8,mse(2,4)))))"})):
-        variables = layer.init(jax.random.key(0), x)
-    with pytest.warns(
-        UserWarning, match=r"^harden at step 4: the schedules of the inputs of \(the model\) have not ended"
-    ):
-        linen.harden(linen.set_step(variables, 4))
-    recwarn.clear()
-    linen.harden(linen.set_step(variables, 8))
-    assert not recwarn
-
-
-def test_violations_that_check_nothing_say_so():
-    with nm.linen.sparsify(nm.Recipe({".*": "mvue(2,4)"})):
-        variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((4, 16)))
-    with pytest.warns(UserWarning, match="^violations: no weight has an n:m final form, so nothing was checked.$"):
-        assert linen.violations(variables) == {"kernel": None}

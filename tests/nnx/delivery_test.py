@@ -1,4 +1,7 @@
-"""Sparsity in flax.nnx models: layers of every kind, stacks, traces, time and state."""
+"""Sparsity in flax.nnx models: what is special to their stacks, traces, variables and checkpoints.
+
+The laws of every delivery are in tests/delivery_test.py.
+"""
 
 import re
 import textwrap
@@ -15,14 +18,10 @@ from jax import lax
 
 import nmjax as nm
 from nmjax.programs import sites
+from tests.delivery_test import METHODS, whole
 from tests.networks import Mlp
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
-
-
-def whole(seed, *shape, most=3):
-    """Return whole numbers. Their sums are exact in any order, so results can be compared for equality."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), jnp.float32)
 
 
 def recipe(text, pattern=".*"):
@@ -35,100 +34,6 @@ def exact(model):
     leaves, tree = jax.tree.flatten(params)
     nnx.update(model, jax.tree.unflatten(tree, [whole(i, *v.shape) for i, v in enumerate(leaves)]))
     return model
-
-
-EVERY = "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); dw_g=mvue(2,4); dw_x=mse(2,4)"
-METHODS = (
-    "ste(2,4)",
-    "sr_ste(2,4)",
-    "s_ste(2,4)",
-    "sdgp(2,4,over='group')",
-    "mvue(2,4)",
-    "fst(every=3)",
-    "bi_mask(every=2,draws=4)",
-    "bdwp()",
-    "mdgf(2,4,linear(1,0,4))",
-    "sdgf(1,4,steps=8)",
-    EVERY,
-)
-
-# ---- every kind of layer does what its product does by hand ----
-
-
-def linear():
-    return nnx.Linear(16, 8, rngs=nnx.Rngs(0)), (8, 16), lambda x, w, **k: nm.einsum("ti,io->to", x, w, **k), (0,), (1,)
-
-
-def general():
-    layer = nnx.LinearGeneral((4, 8), (2, 12), axis=(-2, -1), rngs=nnx.Rngs(0))
-    return layer, (8, 4, 8), lambda x, w, **k: nm.einsum("tab,abcd->tcd", x, w, **k), (0, 1), (2, 3)
-
-
-def batched():
-    layer = nnx.LinearGeneral(16, 8, axis=-1, batch_axis={0: 3}, rngs=nnx.Rngs(0))
-    return layer, (3, 8, 16), lambda x, w, **k: nm.einsum("eti,eio->eto", x, w, **k), (1,), (2,)
-
-
-def einsum():
-    layer = nnx.Einsum("...i,hio->...ho", (2, 16, 8), (2, 8), rngs=nnx.Rngs(0))
-    return layer, (2, 4, 16), lambda x, w, **k: nm.einsum("bti,hio->btho", x, w, **k), (1,), (0, 2)
-
-
-def experts():
-    layer = nnx.Einsum("eti,eio->eto", (3, 16, 8), rngs=nnx.Rngs(0))
-    return layer, (3, 8, 16), lambda x, w, **k: nm.einsum("eti,eio->eto", x, w, **k), (1,), (2,)
-
-
-def conv():
-    layer = nnx.Conv(16, 8, (3, 3), strides=2, feature_group_count=2, padding="SAME", rngs=nnx.Rngs(0))
-    numbers = ("NHWC", "HWIO", "NHWC")
-    by_hand = lambda x, w, **k: nm.conv_general_dilated(
-        x, w, (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=2, **k
-    )
-    return layer, (4, 8, 8, 16), by_hand, (2,), (3,)
-
-
-SOME = ("s_ste(2,4)", "fst(every=3)", EVERY)
-CASES = [(linear, m) for m in METHODS] + [(f, m) for f in (general, batched, einsum, experts) for m in SOME]
-CASES += [(conv, m) for m in METHODS if "bi_mask" not in m]  # which refuses feature groups
-
-
-@pytest.mark.parametrize(("make", "method"), CASES, ids=lambda v: getattr(v, "__name__", v))
-def test_a_layer_is_its_product(make, method):
-    """Value, dx and dw are those of the bare product with the same words, time and state."""
-    layer, shape, by_hand, contract, out = make()
-    layer = exact(layer)
-    if layer.bias is not None:
-        layer.bias[...] = jnp.zeros_like(layer.bias[...])
-    sparsity, x = nm.parse(method), whole(5, *shape)
-    nm.nnx.sparsify(layer, recipe(method), seed=7)
-    w = layer.kernel[...]
-    words = sites.site_words(7, "")
-    nm.nnx.set_step(layer, 6, 2)
-    params, rest = nnx.split(layer, nnx.Param, ...)[1:]
-    graph = nnx.graphdef(layer)
-
-    def delivered(x, kernel):
-        copy = nnx.merge(graph, params, rest, copy=True)
-        copy.kernel[...] = kernel
-        return copy(x)
-
-    def written(x, w):
-        state = sparsity.init(w, contract=contract, out=out, ctx=nm.Ctx(words)) or None
-        if state:
-            state = sparsity.refresh(w, contract=contract, out=out, ctx=nm.Ctx(words, 6, state))
-        return by_hand(x, w, sparsity=sparsity, ctx=nm.Ctx(sites.site_key(words, 2), 6, jax.lax.stop_gradient(state)))
-
-    def with_gradients(f):
-        @jax.jit
-        def found(x, w, g):
-            y, back = jax.vjp(f, x, w)
-            return y, *back(g)
-
-        return found(x, w, g)
-
-    g = whole(9, *jax.eval_shape(delivered, x, w).shape)
-    chex.assert_trees_all_equal(with_gradients(delivered), with_gradients(written))
 
 
 # ---- stacks: each layer its own noise, whatever axis stacks them ----
@@ -144,89 +49,21 @@ class Cell(nnx.Module):
         return jnp.sign(self.linear(x))
 
 
-def stack(axis, text, depth=3, seed=1):
-    cells = nnx.vmap(Cell, in_axes=0, out_axes=axis)(nnx.Rngs(0).split(depth))
-    return nm.nnx.sparsify(exact(cells), recipe(text), seed=seed)
-
-
-def single(cells, axis, i, text, seed=1):
-    """Return layer i of a stack as a layer of its own, with the words that it has in the stack."""
-    cell = Cell(nnx.Rngs(0))
-    cell.linear.kernel[...] = jnp.take(cells.linear.kernel[...], i, axis)
-    nm.nnx.sparsify(cell, recipe(text), seed=seed)
-    site = cell.linear.nm_site
-    if site.words is not None:
-        site.words[...] = sites.site_words(seed, "linear", (3,))[i].reshape(2, 1)
-    return cell
-
-
 def loss_of(y):
     return jnp.sum(y * whole(4, *y.shape))
 
 
-@pytest.mark.parametrize(
-    ("axis", "text", "remat"),
-    [
-        (0, "s_ste(2,4)", True),
-        (0, "fst(every=2)", False),
-        (0, EVERY, True),
-        (1, "s_ste(2,4)", False),
-        (2, EVERY, False),
-        (-1, "fst(every=2)", True),
-    ],
-    ids=str,
-)
-def test_a_scanned_stack_is_its_layers(axis, text, remat):
-    """A scan over a stack on any axis has the loss and the gradients of a loop over separate layers."""
-    cells, x = stack(axis, text), whole(2, 8, 16)
-    body = nnx.remat(lambda cell, x: cell(x)) if remat else lambda cell, x: cell(x)
-
-    @nnx.jit
-    def scanned(cells, x):
-        nm.nnx.set_step(cells, 5, 1)
-        run = nnx.scan(body, in_axes=(axis, nnx.Carry), out_axes=nnx.Carry)
-        return nnx.value_and_grad(lambda cells: loss_of(run(cells, x)))(cells)
-
-    value, grads = scanned(cells, x)
-    apart = [single(cells, axis, i, text) for i in range(3)]
-
-    @nnx.jit
-    def looped(apart, x):
-        for cell in apart:
-            nm.nnx.set_step(cell, 5, 1)
-
-        def loss(apart):
-            y = x
-            for cell in apart:
-                y = cell(y)
-            return loss_of(y)
-
-        return nnx.value_and_grad(loss)(apart)
-
-    expected, each = looped(apart, x)
-    assert value == expected
-    np.testing.assert_array_equal(
-        np.asarray(grads["linear"]["kernel"][...]), np.stack([g["linear"]["kernel"][...] for g in each], axis)
-    )
-
-
-def test_layers_of_a_stack_draw_apart_and_hold_apart():
-    cells = stack(0, "s_ste(2,4); dx_w=hold(mse(2,4))")
-    site = cells.linear.nm_site
-    assert len({tuple(np.ravel(w)) for w in np.asarray(site.words[...])}) == 3
-    for i, w in enumerate(cells.linear.kernel[...]):
-        own = nm.soft(2, 4).init(w, 0)
-        np.testing.assert_allclose(nm.nnx.scales(cells)["linear"][i], own, rtol=1e-6)
-    assert len(np.unique(nm.nnx.scales(cells)["linear"])) == 3
-
-
 def test_an_ensemble():
-    """Each member under nnx.vmap computes what it computes by itself."""
-    cells, x = stack(0, "s_ste(2,4)"), whole(2, 8, 16)
+    """Each member under nnx.vmap computes what it computes by itself, with the words that it has in the stack."""
+    cells, x = exact(nnx.vmap(Cell)(nnx.Rngs(0).split(3))), whole(2, 8, 16)
+    nm.nnx.sparsify(cells, recipe("s_ste(2,4)"))
     nm.nnx.set_step(cells, 3)
     grads = nnx.vmap(nnx.grad(lambda cell, x: loss_of(cell(x))), in_axes=(0, None))(cells, x)["linear"]["kernel"][...]
     for i in range(3):
-        cell = single(cells, 0, i, "s_ste(2,4)")
+        cell = Cell(nnx.Rngs(0))
+        cell.linear.kernel[...] = cells.linear.kernel[...][i]
+        nm.nnx.sparsify(cell, recipe("s_ste(2,4)"))
+        cell.linear.nm_site.words[...] = cells.linear.nm_site.words[...][i].reshape(2, 1)
         nm.nnx.set_step(cell, 3)
         own = nnx.grad(lambda cell: loss_of(cell(x)))(cell)["linear"]["kernel"][...]
         np.testing.assert_array_equal(np.asarray(grads[i]), np.asarray(own))
@@ -267,27 +104,14 @@ def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-@pytest.mark.slow
-def test_noise_is_a_function_of_seed_step_and_micro_step():
-    x = whole(2, 8, 16)
-    model = two()
-    at = {(s, m): draws_of(model, x, s, m) for s, m in ((3, 0), (4, 0), (3, 1))}
-    assert not equal(at[3, 0], at[4, 0])
-    assert not equal(at[3, 0], at[3, 1])
-    assert not equal(at[4, 0], at[3, 1])
-    draws_of(model, x, 100)
-    assert equal(draws_of(model, x, 3), at[3, 0])  # whatever came before
-    assert equal(draws_of(two(), x, 3), at[3, 0])
-    other = draws_of(two(seed=1), x, 3)
-    assert not equal(other, at[3, 0])
-    nm.nnx.reseed(model, 1)
-    assert equal(draws_of(model, x, 3), other)
-
-
 def test_two_layers_of_one_shape_draw_apart():
     model = nnx.Dict(a=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), b=nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
     nm.nnx.sparsify(model, recipe("mvue(2,4)"))
     assert not np.array_equal(model.a.nm_site.words[...], model.b.nm_site.words[...])
+    other = nm.nnx.sparsify(nnx.clone(model), recipe("mvue(2,4)"), seed=1)
+    assert not equal(nnx.state(model, nm.nnx.SparsityVariable), nnx.state(other, nm.nnx.SparsityVariable))
+    nm.nnx.reseed(model, 1)
+    assert equal(nnx.state(model, nm.nnx.SparsityVariable), nnx.state(other, nm.nnx.SparsityVariable))
 
 
 def test_a_compiled_step_stays_valid_when_seed_step_or_state_are_set_outside_of_it():
@@ -347,22 +171,6 @@ def test_plain_jax_on_a_split_and_donated_state():
     expected = nnx.split(model, nnx.Param, ...)[1:]
     chex.assert_trees_all_equal(nnx.to_pure_dict(params), nnx.to_pure_dict(expected[0]))
     chex.assert_trees_all_equal(nnx.to_pure_dict(rest), nnx.to_pure_dict(expected[1]))
-
-
-def test_held_masks_change_when_they_should():
-    model = two("y_w=ste(hold(mse(2,4),every=3))")
-    step = nnx.jit(lambda model, s, m: nm.nnx.set_step(model, s, m))
-    seen = []
-    for s in range(8):
-        for m in range(2):
-            for layer in (model.layers[0], model.layers[2]):
-                layer.kernel[...] = layer.kernel[...] + whole(100 + s, 16, 16) * float(m == 0)
-            step(model, s, m)
-            seen.append(np.asarray(model.layers[0].nm_site.state["y_w"][...]))
-            if s % 3 == 0:
-                np.testing.assert_array_equal(seen[-1], nm.groups.top(model.layers[0].kernel[...], 0, 2, 4))
-    changed = [i // 2 for i in range(1, len(seen)) if not np.array_equal(seen[i], seen[i - 1])]
-    assert changed == [3, 6]
 
 
 def test_accumulated_gradients_have_fresh_noise():
@@ -455,17 +263,6 @@ def test_sparsified_twice_is_the_second():
     x = whole(2, 8, 16)
     model = nm.nnx.sparsify(two("fst()"), recipe("s_ste(2,4)"))
     assert equal(draws_of(model, x, 3), draws_of(two(), x, 3))
-
-
-def test_state_is_of_the_weights_at_hand():
-    """If weights are loaded after sparsify, reset_state computes scales and masks again."""
-    model, other = two(), two()
-    for layer in (model.layers[0], other.layers[0]):
-        layer.kernel[...] = layer.kernel[...] ** 3
-    nm.nnx.reset_state(model)
-    expected = nm.soft(2, 4).init(model.layers[0].kernel[...], 0)
-    np.testing.assert_allclose(nm.nnx.scales(model)["layers/0"], expected, rtol=1e-6)
-    assert nm.nnx.scales(other)["layers/0"] != expected
 
 
 @pytest.mark.slow

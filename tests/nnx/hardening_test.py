@@ -1,7 +1,5 @@
 """Hardened weights: n:m along the contracted axis, and bit for bit the values of training."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,74 +29,6 @@ def randomly(model, seed=0):
 
 def violations(model, patterns):
     return {path: int(n) for path, n in nm.metrics.violations(nnx.state(model, nnx.Param), patterns).items()}
-
-
-FINAL = (
-    "ste(2,4)",
-    "sr_ste(2,4)",
-    "s_ste(2,4)",
-    "s_ste(2,4,fp8=True)",
-    "fst(2,4,every=5)",
-    "mdgf(1,4,linear(1,0,4))",
-    "sdgf(1,4,steps=8)",
-    "bdwp()",
-    "y_x=mse(2,4); y_w=ste(mse(2,4))",
-)
-
-
-class Three(nnx.Module):
-    """Two linear layers, and the output layer of attention, whose kernel contracts two of three axes."""
-
-    def __init__(self, dtype):
-        self.mlp = Mlp(16, 32, dtype=dtype, rngs=nnx.Rngs(0))
-        self.out = nnx.LinearGeneral((2, 8), 16, axis=(-2, -1), dtype=dtype, rngs=nnx.Rngs(1))
-
-    def __call__(self, x):
-        return self.out(self.mlp(x).reshape(-1, 2, 8))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("text", FINAL)
-def test_hardened_is_the_training_form(text, dtype):
-    """At a step at which the method is in its final form, the hardened model has the same output."""
-    model = Three(dtype)
-    nm.nnx.sparsify(model, recipe(text))
-    randomly(model)
-    nm.nnx.set_step(model, 10)
-    x = jax.random.normal(jax.random.key(1), (8, 16), dtype)
-    hard = nm.nnx.harden(model)
-    run = nnx.jit(lambda model, x: model(x))
-    np.testing.assert_array_equal(np.asarray(run(hard, x), np.float32), np.asarray(run(model, x), np.float32))
-    patterns, n = nm.nnx.patterns(model), 1 if "1,4" in text else 2
-    assert patterns == {
-        "mlp/down/kernel": nm.metrics.Pattern(n, 4, 0),
-        "mlp/up/kernel": nm.metrics.Pattern(n, 4, 0),
-        "out/kernel": nm.metrics.Pattern(n, 4, (0, 1)),
-    }
-    assert set(violations(hard, patterns).values()) == {0}
-    assert all(count > 0 for count in violations(model, patterns).values())
-    for (path, before), (_, after) in zip(
-        *(nnx.to_flat_state(nnx.state(m, nnx.Param)) for m in (model, hard)), strict=True
-    ):
-        assert before.dtype == after.dtype, path
-        if "kernel" in path and "s_ste" not in text and "fst" not in text:  # dropped, or as it was in the layer's dtype
-            kept = np.asarray(after[...]) != 0
-            rounded = np.asarray(before[...].astype(dtype).astype(before.dtype))
-            np.testing.assert_array_equal(np.asarray(after[...])[kept], rounded[kept])
-
-
-def test_masks_are_ranked_in_the_dtype_of_the_product():
-    """1 and 1.001 differ in float32. In bfloat16 they tie, and the first is kept."""
-    layer = nnx.Linear(4, 1, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    layer.kernel[...] = jnp.array([[1.0], [1.001], [0.5], [2.0]])
-    hard = nm.nnx.harden(nm.nnx.sparsify(layer, recipe("ste(2,4)")))
-    np.testing.assert_array_equal(hard.kernel[...][:, 0], [1.0, 0.0, 0.0, 2.0])
-    assert hard.kernel.dtype == jnp.float32
-    wide = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))
-    wide.kernel[...] = layer.kernel[...]
-    np.testing.assert_array_equal(
-        nm.nnx.harden(nm.nnx.sparsify(wide, recipe("ste(2,4)"))).kernel[...][:, 0], np.float32([0.0, 1.001, 0.0, 2.0])
-    )
 
 
 @pytest.mark.slow
@@ -246,12 +176,6 @@ def test_tied_weights():
         nm.nnx.harden(nm.nnx.sparsify(Tied(nnx.Rngs(0)), recipe("ste(2,4)")))
 
 
-def test_a_random_forward_weight_has_no_final_form():
-    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("y_w=ste(uniform(2,4))"))
-    with pytest.raises(ValueError, match="^(up|down): uniform.* no final form"):
-        nm.nnx.harden(model)
-
-
 @pytest.mark.parametrize("how", ["held for longer", "other scales", "in a list", "a mask"])
 def test_tied_weights_of_one_rule_that_differ_all_the_same(how):
     make = lambda seed, **k: nnx.Conv(8, 8, (1, 1), use_bias=False, rngs=nnx.Rngs(seed), **k)
@@ -282,40 +206,6 @@ def test_the_dtype_of_a_layers_own_promotion():
 
 
 # ---- what is said ----
-
-
-@pytest.mark.parametrize(
-    ("method", "step", "said"),
-    [
-        ("mdgf(2,4,linear(1,0,8))", 4, "harden at step 4: the schedules of (down|up) have not ended"),
-        ("mdgf(2,4,linear(1,0,8))", 8, None),
-        ("sdgf(1,4,steps=8)", 2, "harden at step 2: the schedules of (down|up) have not ended"),
-        ("sdgf(1,4,steps=8)", 800, None),
-        ("mdgf(2,4,exponential(0.5))", 2, "harden at step 2"),
-        ("mdgf(2,4,exponential(0.5))", 30, None),  # less than one percent is left
-        ("s_ste(2,4)", 0, None),
-        ("fst(every=3)", 4, None),
-        (
-            "y_x=ste(stages(((0,identity),(8,mse(2,4)))))",
-            4,
-            "harden at step 4: the schedules of the inputs of (down|up) have not ended",
-        ),
-        ("y_x=ste(stages(((0,identity),(8,mse(2,4)))))", 8, None),
-    ],
-)
-def test_a_harden_before_the_schedule_has_ended_says_so(method, step, said):
-    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe(method))
-    nm.nnx.set_step(model, step)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        hard = nm.nnx.harden(model)
-    messages = [str(one.message) for one in caught]
-    assert len(messages) == (said is not None)
-    if said is not None:
-        assert messages[0].startswith(said)
-        assert caught[0].filename == __file__
-    if not method.startswith("y_x"):  # then the weights have no pattern
-        assert set(map(int, nm.nnx.violations(hard).values())) == {0}
 
 
 def test_violations_that_check_nothing_say_so():
@@ -388,45 +278,3 @@ def test_a_mask_of_the_last_stage_keeps_the_layout_of_training():
 
     np.testing.assert_array_equal(hardened(nm.mse(1, 8)), hardened(nm.mse(2, 4)))
     assert np.count_nonzero(hardened(nm.mse(1, 8)).reshape(2, 4, 4), 1).max() == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "step", "said"),
-    [
-        ("y_w=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 5, "have not ended"),
-        ("y_w=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 100, None),
-        ("mdgf(2,4,linear(1,0,300))", 100, "have not ended"),
-        ("mdgf(2,4,linear(1,0,300))", 300, None),
-        ("mdgf(2,4,linear(0,1,300))", 100, "have not ended"),
-        ("mdgf(2,4,linear(0,1,300))", 300, "have ended at values that are not those of the final form"),
-        ("y_w=ste(hold(uniform(2,4,rescale=False),every=4))", 5, None),
-    ],
-)
-def test_the_warning_says_whether_the_schedule_has_ended(text, step, said):
-    def warned(harden):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            harden()
-        assert len(caught) == (said is not None)
-        assert said is None or said in str(caught[0].message)
-
-    model = nm.nnx.sparsify(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), recipe(text))
-    nm.nnx.set_step(model, step)
-    warned(lambda: nm.nnx.harden(model))
-    params, x = {"w": model.kernel[...]}, jnp.ones((4, 16))
-    sparse = nm.transform(lambda p, x: x @ p["w"], recipe(text))
-    sites = sparse.set_step(params, sparse.init(params, x), step)
-    warned(lambda: sparse.harden(params, sites))
-
-
-def test_a_weight_that_is_read_as_another_value_than_is_written_is_refused():
-    """The layer would get the hardened weight with the gain applied twice."""
-
-    class Gained(nnx.Param):
-        def get_value(self, **options):
-            return super().get_value(**options) * 2
-
-    layer = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
-    layer.kernel = Gained(layer.kernel.get_value())
-    with pytest.raises(ValueError, match="multiplies no input by it. mul takes it"):
-        nm.nnx.sparsify(layer, recipe("ste(2,4)"))

@@ -134,15 +134,6 @@ def test_masks_that_a_dense_model_would_have():
         assert float(nm.metrics.flip_rate(masks, flipped)) == 1  # what has no mask counts nothing
 
 
-def test_masks_are_those_in_use():
-    """The mask of a random weight is the one that the product uses at this step and micro-step."""
-    model = nm.nnx.sparsify(
-        nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "y_w=ste(uniform(2,4))"),))
-    )
-    nm.nnx.set_step(model, 3, 2)
-    np.testing.assert_array_equal(model(jnp.eye(16)) != 0, nm.nnx.masks(model)["kernel"][...])
-
-
 @pytest.mark.slow
 def test_measures_of_weights_and_gradients():
     model, loss = task("gpt")

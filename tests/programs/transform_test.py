@@ -1,4 +1,7 @@
-"""Functions with pruned products: equal to the doors' way, through every kind of program, and honest about the rest."""
+"""Functions with pruned products: through every kind of program, and honest about the rest.
+
+The laws of every delivery are in tests/delivery_test.py.
+"""
 
 import re
 import warnings
@@ -7,20 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
 import nmjax as nm
-from nmjax.programs.sites import Site
 from nmjax.programs.transform import leaves
-
-METHODS = [
-    "ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "mvue(2,4)", "bdwp(2,4)", "bi_mask(2,4)", "fst(2,4,every=3)",
-    "mdgf(2,4,linear(1,0,10))", "sdgf(2,4,steps=12)", "sdgp(2,4)", "top_gradient(2,4)", "y_x=ste(mse(2,4))",
-    "s_ste(2,4,fp8=True)", "dw_x=mvue(2,4)",
-]  # fmt: skip
 
 
 def draw(seed, *shape, dtype=jnp.float32):
@@ -41,66 +37,6 @@ def mask(w, axis, n=2, m=4):
 
 def pruned(w, axis):
     return jnp.where(mask(w, axis), w, 0)
-
-
-# ---- equal to the doors' way ----
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.mix = nnx.Einsum("bsi,io->bso", (32, 16), (16,), rngs=rngs)
-        self.conv = nnx.Conv(16, 8, (3,), rngs=rngs)
-        self.head = nnx.LinearGeneral((8,), (2, 4), rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(nnx.relu(self.conv(self.mix(nnx.relu(self.up(x))))))
-
-
-def as_function(model):
-    """Return a function of a model's arrays by path, and these arrays."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    flat = nnx.to_flat_state(params)
-    arrays = {"/".join(map(str, path)): v[...] for path, v in flat}
-
-    def f(arrays, x):
-        state = nnx.from_flat_state([(path, v.replace(arrays["/".join(map(str, path))])) for path, v in flat])
-        return nnx.merge(graph, state, rest)(x)
-
-    return f, arrays
-
-
-@pytest.mark.filterwarnings("ignore:harden at step", "ignore:violations")
-@pytest.mark.parametrize("text", METHODS)
-def test_bit_for_bit_the_same_as_by_the_doors(text):
-    """The noise is that of the doors, and the rest is not told anything."""
-    x, dense = draw(1, 4, 8, 16), Net(nnx.Rngs(0))
-    model = nm.nnx.sparsify(Net(nnx.Rngs(0)), every(text))
-    f, params = as_function(dense)
-    sparse = nm.transform(f, nm.Recipe(((".*/kernel", text),)))
-    sites = sparse.init(params, x)
-    assert len(sites) == 4
-    words = {f"{layer.path}/kernel": layer.site.words for layer in nm.nnx.layers.layers(model)}
-    for path, site in sites.items():
-        own = None if site.words is None else words[path][...].reshape(2)
-        sites[path] = Site(site.origin, own, site.time, site.state)
-    for step in (0, 3):
-        nm.nnx.set_step(model, step)
-        sites = sparse.set_step(params, sites, step)
-        loss, grads = nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).sum()))(model, x)
-        ours = jax.jit(jax.value_and_grad(lambda p, x, s: (sparse(p, x, sites=s) ** 2).sum()))(params, x, sites)
-        assert ours[0] == loss
-        for path, grad in nnx.to_flat_state(grads):
-            np.testing.assert_array_equal(ours[1]["/".join(map(str, path))], grad[...])
-    hard, left = sparse.harden(params, sites)
-    by_doors = nm.nnx.harden(model)
-    for path, value in nnx.to_flat_state(nnx.state(by_doors, nnx.Param)):
-        np.testing.assert_array_equal(hard["/".join(map(str, path))], value[...])
-    np.testing.assert_array_equal(jax.jit(sparse)(hard, x, sites=left), nnx.jit(by_doors)(x))
-    promised = [nm.parse(text).y_w.final.facts.pattern is not None] * 4
-    counts = sparse.violations(hard, sites).values()
-    assert [count is not None and int(count) == 0 for count in counts] == promised
-    assert [count is None for count in counts] == [not each for each in promised]
 
 
 def test_nothing_is_added_to_a_compiled_step():
@@ -224,61 +160,7 @@ def test_the_condition_of_a_while_loop_is_pruned_too():
     np.testing.assert_array_equal(made["w"], hard["w"])
 
 
-def test_a_weight_is_pruned_in_the_dtype_of_its_product():
-    """Ranks of rounded values differ from ranks before rounding."""
-    w = jnp.tile(jnp.array([1.0, 1.001, 1.002, 0.5]), 4)[:, None] * jnp.ones((1, 4))
-    sparse = nm.transform(lambda p, x: x @ p["w"].astype(jnp.bfloat16), every("ste(2,4)"))
-    hard, _ = sparse.harden({"w": w}, sparse.init({"w": w}, jnp.ones((4, 16), jnp.bfloat16)))
-    np.testing.assert_array_equal(hard["w"][:4, 0], [1, 1, 0, 0])  # in bfloat16 all three are 1, and the first two win
-    assert hard["w"].dtype == jnp.float32
-
-
-# ---- stacks, noise and state ----
-
-
-def test_every_layer_of_a_stack_has_noise_and_state_of_its_own():
-    """A scan over a stack is the loop over its layers with their words and scales."""
-    params, x, text = {"w": draw(0, 3, 16, 16)}, draw(1, 8, 16), "s_ste(2,4)"
-    sparse = nm.transform(stacked, every(text))
-    sites = sparse.set_step(params, sparse.init(params, x), 5)
-    site = sites["w"]
-    assert site.words.shape == (3, 2)
-    assert len({tuple(words) for words in site.words.tolist()}) == 3
-    betas = [nm.parse(text).init(w, contract=(0,), out=(1,))["y_w"] for w in params["w"]]
-    np.testing.assert_allclose(site.state["y_w"], jnp.stack(betas), rtol=1e-6)
-
-    def loop(params, x):
-        h = x
-        for i, w in enumerate(params["w"]):
-            key = nm.random.fold(site.words[i], 0)
-            ctx = nm.Ctx(key, 5, jax.tree.map(lambda v, i=i: v[i], site.state))
-            dims = (((1,), (0,)), ((), ()))
-            h = jnp.tanh(nm.dot_general(h, w, dims, sparsity=nm.parse(text), ctx=ctx))
-        return h
-
-    got = jax.jit(jax.value_and_grad(lambda p: (sparse(p, x, sites=sites) ** 2).sum()))(params)
-    wanted = jax.jit(jax.value_and_grad(lambda p: (loop(p, x) ** 2).sum()))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
-
-
-def test_time_is_data():
-    params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
-    sparse, traces = nm.transform(lambda p, x: x @ p["w"], every("mdgf(2,4,linear(1,0,10)); dw_g=mvue(2,4)")), []
-
-    @jax.jit
-    def step(params, sites, i):
-        traces.append(i)
-        sites = sparse.set_step(params, sites, i)
-        return jax.grad(lambda p: (sparse(p, x, sites=sites) ** 2).sum())(params), sites
-
-    sites, grads = sparse.init(params, x), []
-    for i in range(4):
-        grad, sites = step(params, sites, i)
-        grads.append(grad["w"])
-    assert len(traces) == 1
-    assert len({g.tobytes() for g in map(np.asarray, grads)}) == 4
-    again, _ = step(params, sites, 2)
-    np.testing.assert_array_equal(again["w"], grads[2])
+# ---- compilation ----
 
 
 def test_equal_transforms_share_a_compilation():
