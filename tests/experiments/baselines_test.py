@@ -38,14 +38,15 @@ def test_ngrams_against_counting(order, seed):
     assert baselines.ngram_loss(train, test, order, 5) == pytest.approx(np.mean(losses), rel=1e-12)
 
 
-def test_ridge_is_the_solution_of_its_equations():
+@pytest.mark.parametrize("penalty", [0.1, 10.0])
+def test_ridge_is_the_solution_of_its_equations(penalty):
     draw = np.random.default_rng(0)
     x, y = draw.standard_normal((200, 6)).astype(np.float32), draw.integers(0, 3, 200)
     x[:, 0] += 2 * y
-    predict = baselines.ridge(Examples(x, y), 0.1)
+    predict = baselines.ridge(Examples(x, y), penalty)
     centred, targets = x - x.mean(0), np.eye(3)[y]
     variance = (centred**2).sum() / 6
-    rows = np.vstack([centred, np.sqrt(0.1 * variance) * np.eye(6)])  # the penalty as further examples of zero
+    rows = np.vstack([centred, np.sqrt(penalty * variance) * np.eye(6)])  # the penalty as further examples of zero
     weights = np.linalg.lstsq(rows, np.vstack([targets - targets.mean(0), np.zeros((6, 3))]), rcond=None)[0]
     new = draw.standard_normal((50, 6)).astype(np.float32)
     assert (predict(new) == np.argmax((new - x.mean(0)) @ weights + targets.mean(0), 1)).all()
@@ -57,6 +58,15 @@ def test_a_bag_of_words_by_hand():
     # of "b a d" 0: 1/3 · 2/8 · 2/8, and 1: 2/3 · 2/9 · 1/9, where d is not known; of "a" 1/3 · 2/8 < 2/3 · 2/9
     found = baselines.bag_of_words(train, 1.0)(np.array(["b a d", "a", ""]))
     assert found.tolist() == [0, 1, 1]
+
+
+def test_a_bag_of_words_has_pairs_and_each_word_once():
+    predict = lambda first, second, text: baselines.bag_of_words(
+        Examples(np.array([first, second], object), np.array([0, 1])), 1.0
+    )(np.array([text])).item()  # fmt: skip
+    assert predict("not bad good", "bad not good", "not bad") == 0
+    assert predict("not bad good", "bad not good", "bad not") == 1
+    assert predict("x x x x y", "x z", "x") == 1  # 2/10 < 2/9, and 5/15 > 2/9 if repeated words counted
 
 
 def test_the_pseudo_count_is_chosen_on_validation_texts():
