@@ -1,6 +1,6 @@
 """The program of a run: what is compiled, as functions of the run's state.
 
-The first state, the step, the scores and the measures. A *task* (`task.py`) brings the model and the data.
+The first state, the step, the scores and the measures. A *task* (`tasks.py`) brings the model and the data.
 """
 
 import copy

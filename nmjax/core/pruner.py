@@ -177,8 +177,9 @@ class Pruner(Value):
         owners = {name: owner(name, cls.__mro__) for name in _OF_A_CALL}
         inherited = [name for name, one in owners.items() if one not in (cls, Pruner)]
         if overridden is not Pruner and inherited:
+            base = next(kind for kind in cls.__bases__ if issubclass(kind, overridden))
             raise TypeError(
-                f"{cls.__name__} overrides the __call__ of {overridden.__name__}, and would inherit what that says of "
+                f"{cls.__name__} overrides the __call__ of {base.__name__}, and would inherit what that says of "
                 f"its own call: define {', '.join(inherited)} too, as in at = nm.Pruner.at, which promises nothing. Or "
                 "derive it from nm.Pruner or nm.Grouped, and call the other pruner."
             )

@@ -279,6 +279,7 @@ def weight_of(module: Any, name: str) -> jax.Array:
 
 
 def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
+    """Return a method that traces the dense one (`call_with`), and runs its program with `compute` for the products."""
     plain = getattr(kind, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:

@@ -87,7 +87,7 @@ class Call(NamedTuple):
     """A product that is ready to be computed: its operands are pruned, and its routes are chosen.
 
     Attributes:
-      run: The function that computes it: `_plain`, `_derived` or `pruned_product`.
+      run: The function that computes it: `_plain`, `_kernel_y` or `pruned_product`.
       product: The static arguments.
       x, w: The operands as the forward product uses them.
       inputs: The other inputs.
@@ -159,7 +159,8 @@ def prepare(
         extra,
     )
     y_alone = routes is None or not (routes["dx"].uses_forms or routes["dw"].uses_forms)
-    return Call(_derived if forward_only and y_alone else pruned_product, product, x, w, inputs)
+    # autodiff gives the derivatives if only y is pruned and no kernel computes dx or dw; else the custom_vjp does
+    return Call(_kernel_y if forward_only and y_alone else pruned_product, product, x, w, inputs)
 
 
 def _plain(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
@@ -175,16 +176,16 @@ def _reads_unpruned(product: StaticProduct, operand: str) -> bool:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _derived(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+def _kernel_y(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
     """Compute y with a kernel, and its derivatives with ``op``."""
     return _forward(product, x, w, inputs, ("y",))[0]
 
 
-@partial(_derived.defjvp, symbolic_zeros=True)
+@partial(_kernel_y.defjvp, symbolic_zeros=True)
 def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     x, w, inputs = primals
     dx, dw, _ = tangents
-    y = _derived(product, x, w, inputs)
+    y = _kernel_y(product, x, w, inputs)
     terms = []
     if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
         terms.append(product.op(dx, w, *inputs.extra))
@@ -370,11 +371,11 @@ def _forbid_second_derivative(product: StaticProduct, v: jax.Array) -> jax.Array
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _underived(sparsity: Sparsity, v: jax.Array) -> jax.Array:
+def _nondifferentiable(sparsity: Sparsity, v: jax.Array) -> jax.Array:
     return v
 
 
-@_underived.defjvp
+@_nondifferentiable.defjvp
 def _(sparsity: Sparsity, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
     filled = "; ".join(str(slot) for slot in sparsity.slots.values() if slot.name in BACKWARD and not slot.empty)
     raise TypeError(
@@ -383,7 +384,7 @@ def _(sparsity: Sparsity, primals: tuple[jax.Array], tangents: tuple[jax.Array])
     )
 
 
-_traced_once = jax.jit(_underived, static_argnums=0, inline=True)  # traced once for all layers that are alike
+_traced_once = jax.jit(_nondifferentiable, static_argnums=0, inline=True)  # traced once for all layers that are alike
 
 
 def summed_as(y: jax.Array, like: Shaped) -> jax.Array:

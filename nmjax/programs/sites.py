@@ -1,4 +1,7 @@
-"""A site: what a sparse weight keeps beside its values, and all that is done with it, in whatever framework it lies."""
+"""A site: what a sparse weight keeps beside its values, and its verbs, in whatever framework it lies.
+
+Products are computed in `nmjax.products.rule`; they only read a site's `context`.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable

@@ -82,7 +82,7 @@ def test_the_table_has_every_combinator():
     there = {type(p).__name__ for row in ROWS for p in _all(row.p)}
     made_of_pruners = [v for file in (combinators, estimators, in_stages, remembering) for v in vars(file).values()]
     known = {c.__name__ for c in made_of_pruners if isinstance(c, type) and issubclass(c, nm.Pruner)}
-    bases = {"Pruner", "ByParts", "ByNorms", "Remembering", "Estimator", "SameValues", "SamePattern"}
+    bases = {"Pruner", "ByParts", "ByNorms", "Remembering", "Estimator", "SameValues", "SamePattern", "Selector"}
     assert known - bases == there & known
     assert len(there & known) >= 9
 
