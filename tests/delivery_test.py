@@ -340,7 +340,7 @@ def test_a_layer_is_its_product(way, name, text):
         return y, *back(g)
 
     for what, found, wanted in zip(("y", "dx", "dw"), delivered(state, x, w, g), by_hand(name, text), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-4 * ("s_ste" in text), err_msg=what)
+        np.testing.assert_array_equal(found, wanted, err_msg=what)
 
 
 # ---- noise, time and state ----
@@ -540,7 +540,7 @@ def test_a_stack_is_its_layers_one_after_another(kind, axis, text, remat):
 
     y, back = jax.vjp(by_hand, weights, x)
     for found, wanted in zip(delivered(state, weights, x, g), (y, *back(g)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * ("s_ste" in text) * np.abs(wanted).max())
+        np.testing.assert_allclose(found, wanted, rtol=1e-5 * ("fst" in text))  # fst computes one scale by a sum
 
 
 # ---- final forms and measures ----

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import math
 import os
 import zipfile
 import zlib
@@ -44,7 +45,7 @@ def whole(path: str | Path, limit: int | None = None) -> bytes:
 
 
 def arrays(path: Path, needed: Iterable[str], others: Iterable[str] | None = ()) -> dict[str, np.ndarray]:
-    """Return arrays of an ``.npz`` by name.
+    """Return arrays of an ``.npz`` by name. They are read-only.
 
     Args:
       path: The file.
@@ -55,17 +56,17 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] | None = ())
       Mistake: It cannot be read, lacks an array, or an array is not what its header says.
     """
     try:
-        with opened(path) as file, np.lib.npyio.NpzFile(file) as archive:
-            if missing := [name for name in needed if name not in archive.files]:
-                held = ", ".join(map(_shown, archive.files[:10])) or "nothing"
+        with opened(path) as file, zipfile.ZipFile(file) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if missing := [name for name in needed if name not in members]:
+                held = ", ".join(map(_shown, list(members)[:10])) or "nothing"
                 raise Mistake(f"{path} has no {', '.join(missing)}. It has {held}, so it is a different kind of file.")
-            wanted = [*dict.fromkeys((*needed, *(archive.files if others is None else others)))]
-            members = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
-            members = {name: members[name] for name in wanted if name in members}
-            size = sum(info.file_size for info in members.values())
+            names = (*needed, *(members if others is None else others))
+            wanted = {name: members[name] for name in names if name in members}
+            size = sum(info.file_size for info in wanted.values())
             if size > _most(path):
                 raise ValueError(f"it unpacks to {size:,} bytes, and is {path.stat().st_size:,} bytes long")
-            return {name: _array(archive, info, name) for name, info in members.items()}
+            return {name: _array(archive, info, name) for name, info in wanted.items()}
     except Mistake:
         raise
     except Exception as e:  # a damaged archive may raise any error
@@ -79,10 +80,19 @@ def _shown(text: str, most: int = 40) -> str:
     return line if len(line) <= most else f"{line[:most]}..."
 
 
-def _array(archive: np.lib.npyio.NpzFile, info: zipfile.ZipInfo, name: str) -> np.ndarray:
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.ndarray:
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others unpack without a limit
         raise ValueError(f"{name} is compressed in a way that np.savez does not use")
-    array = archive[name]
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in _KINDS:
-        raise ValueError(f"{name} holds no plain numbers or strings")
-    return array
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with archive.open(info) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in headers:
+            raise ValueError(f"{name} has the header of version {version[0]}.{version[1]}, not 1.0 or 2.0")
+        shape, fortran, dtype = headers[version](file)
+        if dtype.kind not in _KINDS or dtype.subdtype:
+            raise ValueError(f"{name} holds {str(dtype)[:40]}, not plain numbers or strings")
+        held, size = info.file_size - file.tell(), math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or held != size:
+            raise ValueError(f"{name} should hold {dtype} {shape}, {size:,} bytes, and holds {held:,}")
+        data = file.read(size)
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")

@@ -74,7 +74,7 @@ def instructions(program: str) -> dict[str, Instruction]:
 def slots_of(op_name: str) -> list[str]:
     """Return the slots in whose scope an operation is. A kernel may prune for two.
 
-    >>> slots_of("jit(_train)/transpose(jvp(mlp/up))/dw_g/mul"), slots_of("jit(_train)/jvp(mlp/up)/dot_general")
+    >>> slots_of("jit(train_step)/transpose(jvp(mlp/up))/dw_g/mul"), slots_of("jit(train_step)/jvp(mlp/up)/dot_general")
     (['dw_g'], [])
     """
     scopes = (scope.split("+") for scope in re.split(r"[/()]", op_name))
@@ -84,7 +84,7 @@ def slots_of(op_name: str) -> list[str]:
 def part_of(op_name: str) -> str:
     """Return the part of a step that an operation belongs to.
 
-    >>> part_of("jit(_train)/jvp(mlp/up)/dot_general"), part_of("jit(_train)/transpose(jvp(mlp/up))/dot_general")
+    >>> part_of("jit(train_step)/jvp(up)/dot_general"), part_of("jit(train_step)/transpose(jvp(up))/dot_general")
     ('forward', 'backward')
     """
     scopes = re.split(r"[/()]", op_name)
@@ -101,7 +101,7 @@ def part_of(op_name: str) -> str:
 def layer_of(op_name: str, paths: Sequence[str]) -> str | None:
     """Return the layer whose operation this is, or None. Of several paths the longest counts.
 
-    >>> layer_of("jit(_train)/jvp(blocks/0/mlp/up)/dot_general", ["blocks/0/mlp/up", "up"])
+    >>> layer_of("jit(train_step)/jvp(blocks/0/mlp/up)/dot_general", ["blocks/0/mlp/up", "up"])
     'blocks/0/mlp/up'
     """
     fitting = [path for path in paths if re.search(rf"(?:^|[/(]){re.escape(path)}(?:[/)]|$)", op_name)]
@@ -116,7 +116,7 @@ def events(trace: Any, program: str) -> tuple[list[Op], list[Span]]:
 
     Args:
       trace: A `jax.profiler.ProfileData`.
-      program: The name of the program of a step, such as "jit__train".
+      program: The name of the program of a step, such as "jit_train_step".
     """
     ops, spans, ends, begun = [], [], {}, []
     for plane in trace.planes:

@@ -52,8 +52,8 @@ def compute_once(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def spread(choices: list[Bool[Array, "..."]], shape: tuple[int, ...], axis: int) -> Bool[Array, "..."]:
     """Return the mask of members, given one choice for every member.
 
-    A group's choices are packed into one settled integer, and each member reads its bit. If the choices were
-    concatenated instead, XLA's CPU fusion would compute what they share once for every member.
+    A group's choices are packed into one integer that is computed once, and each member reads its bit. If the choices
+    were concatenated instead, XLA's CPU fusion would compute what they share once for every member.
 
     Args:
       choices: One array for each member, of the shape of the groups, with length 1 along ``axis``.

@@ -37,7 +37,7 @@ def call_with(
     whole: Any = (dense, [v for v in jax.tree.leaves((args, options), is_leaf=_is_node) if _is_node(v)])
     graph, state = nnx.split(whole)
     changed: dict[Path, nnx.Variable[Any]] = {}
-    left: list[tuple[Path, str]] = []  # attributes that the method sets
+    left: list[tuple[Path, str, bool]] = []  # attributes that the method sets, and whether each is data
 
     def call(values: dict[str, Any], *args: Any, **options: Any) -> tuple[Any, list[Any], list[Any]]:
         copy = nnx.merge(graph, state, copy=True)
@@ -54,8 +54,9 @@ def call_with(
             for path, v in _variables(copy)
             if path not in before or not _same(v.get_raw_value(), before[path])
         )
-        now = {at: v for at, v in _attributes(copy).items() if held.get(at) is not v}
-        left.extend(now)
+        now = {at: v for at, v in _attributes(copy).items() if at not in held or held[at] is not v}
+        modules = dict(nnx.iter_modules(copy))
+        left.extend((path, name, bool(vars(modules[path]).get("_pytree__nodes", {}).get(name))) for path, name in now)
         return y, [v.get_raw_value() for v in changed.values()], [*now.values()]
 
     def value(result: Result) -> Any:
@@ -74,9 +75,10 @@ def call_with(
                 old[path].set_raw_value(raw)
             elif path[:-1] in owners:
                 setattr(owners[path[:-1]], path[-1], nnx.data(variable.replace(raw)))
-    for (path, name), attribute in zip(left, attributes, strict=True):
+    for (path, name, is_data), attribute in zip(left, attributes, strict=True):
         if path in owners:
-            setattr(owners[path], name, jax.tree.map(value, attribute, is_leaf=is_result))
+            attribute = jax.tree.map(value, attribute, is_leaf=is_result)
+            setattr(owners[path], name, nnx.data(attribute) if is_data else attribute)
     return jax.tree.map(value, y, is_leaf=is_result)
 
 

@@ -130,7 +130,9 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
         if equals and slot.isidentifier():
             if slot not in SLOTS:
                 of_product = " or ".join(repr(name) for name in SLOTS if name.startswith(f"{slot}_"))
-                near = f"; did you mean {of_product}?" if of_product else _nearest(slot, SLOTS)
+                letters = lambda name: sorted(name.replace("_", ""))
+                alike = of_product or " or ".join(repr(name) for name in SLOTS if letters(name) == letters(slot))
+                near = f"; did you mean {alike}?" if alike else "."
                 raise ValueError(f"{text!r}: no slot is called {slot!r}{near} The slots are {', '.join(SLOTS)}.")
             if slot in slots:
                 raise ValueError(f"{text!r} fills {slot} twice.")

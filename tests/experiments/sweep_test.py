@@ -275,7 +275,7 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
         params = jax.tree.map(lambda w: jnp.where(bad, jnp.nan, w), state.params)
         return train(self, state._replace(params=params), arrays)
 
-    monkeypatch.setattr(program.Program, "_train", poisoned)
+    monkeypatch.setattr(program.Program, "train_step", poisoned)
     with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
         command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")
     said = capsys.readouterr().out

@@ -652,11 +652,13 @@ def test_what_a_call_leaves_in_attributes_stays_there():
         def __call__(self, x):
             y = super().__call__(x)
             self.largest, self.calls, self.seen = jnp.max(y), self.calls + 1, ("x", x.shape)
+            self.both, self.mode = nnx.data({"x": x, "y": y}), None
             return y
 
     layer = nm.nnx.sparsify(Largest(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
     assert layer(X).max() == layer(X).max() == layer.largest
-    assert (layer.calls, layer.seen) == (2, ("x", X.shape))
+    assert (layer.calls, layer.seen, layer.mode) == (2, ("x", X.shape), None)
+    assert (layer.both["y"].max(), layer.both["x"].shape) == (layer.largest, X.shape)
 
 
 def test_a_layer_of_flax_whose_call_takes_more():

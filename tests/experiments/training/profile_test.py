@@ -196,16 +196,16 @@ def test_the_time_of_random_operations_adds_up():
 @pytest.mark.parametrize(
     ("op_name", "part", "slots"),
     [
-        ("jit(_train)/input/gather", "input", []),
-        ("jit(_train)/jvp()/erfc", "forward", []),
-        ("jit(_train)/while/body/closed_call/jvp(blocks/0/up)/dot_general", "forward", []),
-        ("jit(_train)/transpose(jvp(while))/body/transpose()/dot_general", "backward", []),
-        ("jit(_train)/vmap(transpose(jvp(up)))/dot_general", "backward", []),
-        ("jit(_train)/jvp(up)/y_w/select_n", "pruning", ["y_w"]),
-        ("jit(_train)/transpose(jvp(up))/dx_g+dw_g/pallas_call", "pruning", ["dx_g", "dw_g"]),
-        ("jit(_train)/up/jit(_states)/y_w/sort", "pruning", ["y_w"]),
-        ("jit(_train)/update/mul", "update", []),
-        ("jit(_train)/updates/mul", "other", []),
+        ("jit(train_step)/input/gather", "input", []),
+        ("jit(train_step)/jvp()/erfc", "forward", []),
+        ("jit(train_step)/while/body/closed_call/jvp(blocks/0/up)/dot_general", "forward", []),
+        ("jit(train_step)/transpose(jvp(while))/body/transpose()/dot_general", "backward", []),
+        ("jit(train_step)/vmap(transpose(jvp(up)))/dot_general", "backward", []),
+        ("jit(train_step)/jvp(up)/y_w/select_n", "pruning", ["y_w"]),
+        ("jit(train_step)/transpose(jvp(up))/dx_g+dw_g/pallas_call", "pruning", ["dx_g", "dw_g"]),
+        ("jit(train_step)/up/jit(_states)/y_w/sort", "pruning", ["y_w"]),
+        ("jit(train_step)/update/mul", "update", []),
+        ("jit(train_step)/updates/mul", "other", []),
         ("state.params['up']", "other", []),
         ("", "other", []),
     ],
@@ -222,11 +222,11 @@ def test_a_layer_is_found_by_its_whole_path():
 
 
 def test_instructions_of_a_program():
-    text = """HloModule jit__train, is_scheduled=true
+    text = """HloModule jit_train_step, is_scheduled=true
 
 %fused (p: f32[2]) -> f32[2] {
   %p = f32[2]{0} parameter(0)
-  ROOT %mul.1 = f32[2]{0} multiply(%p, %p), metadata={op_name="jit(_train)/update/mul" stack_frame_id=4}
+  ROOT %mul.1 = f32[2]{0} multiply(%p, %p), metadata={op_name="jit(train_step)/update/mul" stack_frame_id=4}
 }
 
 ENTRY %main.9 (x: f32[2]) -> (f32[2], s32[]) {
@@ -236,9 +236,9 @@ ENTRY %main.9 (x: f32[2]) -> (f32[2], s32[]) {
 }
 """
     found = breakdown.instructions(text)
-    assert found["mul.1"] == Instruction("multiply", "jit(_train)/update/mul")
+    assert found["mul.1"] == Instruction("multiply", "jit(train_step)/update/mul")
     assert found["while.2"].opcode == "while"
-    assert found["fusion.3"] == Instruction("fusion", "jit(_train)/update/mul")  # of the operation in it
+    assert found["fusion.3"] == Instruction("fusion", "jit(train_step)/update/mul")  # of the operation in it
     assert found["x"].opcode == "parameter"
 
 
@@ -247,21 +247,21 @@ def test_events_of_a_trace_are_read():
     event = lambda name, start, length, **stats: SimpleNamespace(
         name=name, start_ns=start, duration_ns=length, stats=stats.items()
     )
-    at = {"hlo_module": "jit__train"}
+    at = {"hlo_module": "jit_train_step"}
     line = [event("dot.1", 5, 2, hlo_op="dot.1", _p=7, **at), event("end: dot.1", 20, 1, _c=7), event("input", 0, 3)]
-    kernels = [event("wgmma", 30, 4, hlo_op="dot.2", hlo_module="jit__train(3)"), event("memset", 1, 1)]
+    kernels = [event("wgmma", 30, 4, hlo_op="dot.2", hlo_module="jit_train_step(3)"), event("memset", 1, 1)]
     kernels.append(event("k", 40, 1, hlo_op="add.1", hlo_module="jit__measure"))
     planes = [SimpleNamespace(lines=[SimpleNamespace(events=line), SimpleNamespace(events=kernels)])]
-    ops, spans = breakdown.events(SimpleNamespace(planes=planes), "jit__train")
+    ops, spans = breakdown.events(SimpleNamespace(planes=planes), "jit_train_step")
     assert ops == [Op("dot.1", 5, 21), Op("dot.2", 30, 34), Op("add.1", 40, 41, mine=False)]
     assert spans == [Span("input", 0, 3)]
 
 
 def test_a_timeline_has_no_two_operations_in_one_row_at_once():
     program = {
-        "dot.1": Instruction("dot", "jit(_train)/jvp(up)/dot_general"),
-        "dot.2": Instruction("dot", "jit(_train)/jvp()/dot_general"),
-        "max.1": Instruction("max", "jit(_train)/transpose(jvp(up))/dw_g/max"),
+        "dot.1": Instruction("dot", "jit(train_step)/jvp(up)/dot_general"),
+        "dot.2": Instruction("dot", "jit(train_step)/jvp()/dot_general"),
+        "max.1": Instruction("max", "jit(train_step)/transpose(jvp(up))/dw_g/max"),
     }
     ops = [Op("dot.1", 0, 4000), Op("dot.2", 2000, 5000), Op("max.1", 3000, 4000), Op("dot.1", 4000, 6000)]
     events = breakdown.timeline([*ops, Op("x", 9000, 9500, False)], [Span("input", 0, 100)], program, ["up"])
