@@ -56,9 +56,11 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark as slow all but every seventh case of each sampled test, and keep the tests of the shard."""
+    """Mark as slow all but every seventh case of each sampled test, and pages; and keep the tests of the shard."""
     seen = collections.Counter()
     for item in items:
+        if item.path.suffix == ".md":
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("sampled"):
             test = item.nodeid.partition("[")[0]
             if seen[test] % 7:  # no factor of grids of 2, 4 or 8: those would give the same column each time
