@@ -190,6 +190,7 @@ def lines(file, count=40, length=12):
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), [("bert", "sparsegpt"), ("gpt2", "wanda"), ("qwen3", "magnitude")])
 @pytest.mark.parametrize("name", ["data.txt", "data.jsonl"])
 def test_prune_writes_a_checkpoint_that_verify_accepts(kind, method, name, capsys, tmp_path):
@@ -203,6 +204,7 @@ def test_prune_writes_a_checkpoint_that_verify_accepts(kind, method, name, capsy
     assert run(capsys, "verify", source)[0] == 1
 
 
+@pytest.mark.slow
 def test_prune_computes_what_the_function_does(capsys, tmp_path):
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", length=8)
     run(capsys, "prune", source, "--n", "1", "--layers", ".*/mlp/.*", "--data", data, "--out", tmp_path / "sparse")
@@ -270,6 +272,7 @@ def test_prune_refuses_in_a_sentence(name, spoil, said, capsys, tmp_path):
     assert not (tmp_path / "sparse").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "added"), [(12, ()), (20, ()), (40, ("[IMAGE]",))])
 def test_a_vocabulary_may_be_padded(size, added, capsys, tmp_path):
     """The model has 40 tokens. A token beyond them may have been added, if no text has it."""
@@ -308,6 +311,7 @@ def test_prune_refuses_before_it_begins(said, dense, capsys, tmp_path):
     assert (source / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "embeddings.LayerNorm.bias"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_weights_that_are_not_finite_are_told(name, value, dense, capsys, tmp_path):
@@ -369,6 +373,7 @@ def test_a_bomb_of_text_is_not_read_into_memory(spoilt, name, tmp_path, monkeypa
     assert [one for one, _ in read_texts(tmp_path / name, 99)] == ["w" * (87 if "jsonl" in name else 99)] * 10
 
 
+@pytest.mark.slow
 def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
     """Once, and before the estimate: 8 rows for layers of 16 and of 32 inputs."""
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", count=1)
@@ -390,6 +395,7 @@ def test_names_of_the_other_kind_are_told(dense, capsys, tmp_path):
     assert (status, f"such as {next(iter(checkpoints.read(source)))!r}, " in err) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "qwen3"])
 def test_a_length_that_the_model_does_not_take_is_refused(kind, capsys, tmp_path):
     source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / "data.txt")
@@ -404,6 +410,7 @@ def test_a_length_that_the_model_does_not_take_is_refused(kind, capsys, tmp_path
     assert (status, said in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_second_text_of_a_pair_has_its_own_type(capsys, tmp_path):
     """The types of the tokens are those of the tokenizer."""
     source, data = with_tokenizer(tmp_path / "dense"), tmp_path / "data.jsonl"
@@ -425,6 +432,7 @@ def test_the_second_text_of_a_pair_has_its_own_type(capsys, tmp_path):
     np.testing.assert_array_equal(found.blocks[1].mlp.down.kernel[...], right.blocks[1].mlp.down.kernel[...])
 
 
+@pytest.mark.slow
 def test_images_calibrate_a_vit(capsys, tmp_path):
     source = GOLDEN / "vit"
     model = checkpoints.load(source)

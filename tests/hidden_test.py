@@ -51,6 +51,7 @@ def head(name, model, x):
 # ---- hidden states ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("remat", [False, True])
 def test_hidden_states_are_the_embedding_and_the_output_of_each_block(name, remat):
@@ -68,6 +69,7 @@ def test_hidden_states_are_the_embedding_and_the_output_of_each_block(name, rema
     np.testing.assert_allclose(one.hidden(*inputs), states[:2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("options", [{}, GEMMA], ids=["plain", "gemma"])
 def test_a_scan_has_the_same_hidden_states(name, options):
@@ -95,6 +97,7 @@ def test_dropout_keeps_the_mean():
     assert dropped(x, 0.0, jax.random.key(0)) is x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "gpt", "bert"])
 def test_dropout_needs_a_key_and_a_rate(name):
     model, inputs = louder(MAKE[name](dropout=0.2)), INPUT[name]
@@ -120,6 +123,7 @@ def test_a_rate_of_dropout_is_from_0_to_less_than_1(rate):
         dropped(jnp.ones(4), rate, jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "gpt", "bert"])
 def test_dropout_of_a_scan_and_under_remat(name):
     """A block's draws are those of its number, also when the backward pass computes it again."""
@@ -137,6 +141,7 @@ def test_dropout_of_a_scan_and_under_remat(name):
     np.testing.assert_allclose(loss(scanned), loss(listed), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_places_of_dropout_in_a_block():
     """Each rate alone, against the part of the block that it leaves alone."""
     make = lambda **rates: Block(16, 2, 32, jax.nn.relu, 1e-5, dropout=Dropout(**rates), dtype=None, rngs=nnx.Rngs(0))
@@ -192,6 +197,7 @@ def test_rms_norm_by_hand():
     np.testing.assert_allclose(norm(x), right, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, GEMMA, {"tied": False, "bias": True, "kv_heads": 2}], ids=["llama", "gemma", "qwen"]
 )
@@ -225,6 +231,7 @@ def test_groups_share_keys_and_values():
     np.testing.assert_allclose(every(TOKENS), grouped(TOKENS), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sparse_decoder_trains_in_a_scan():
     model = nm.nnx.sparsify(
         MAKE["decoder"](**GEMMA, scan=True, scores=True), nm.Recipe({".*/mlp/.*": "s_ste(2,4)", ".*": "dense"})
@@ -262,6 +269,7 @@ def test_a_mask_of_another_shape_is_refused():
             model(TOKENS, jnp.ones(shape, bool))
 
 
+@pytest.mark.slow
 def test_logits_of_a_head_of_its_own_are_not_rounded():
     """In bfloat16 the operands are rounded, and the sums are not."""
     logits = MAKE["decoder"](tied=False, dtype=jnp.bfloat16)(TOKENS)

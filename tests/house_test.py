@@ -108,6 +108,7 @@ def test_the_check_sees_imports(source, expected):
     assert imports(source) == expected
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_pallas():
     """Plans and limits are made where no kernel can run, so `import nmjax` imports no file that needs Pallas."""
     code = "import nmjax, sys; print(*sys.modules)"
@@ -117,6 +118,7 @@ def test_a_plan_needs_no_pallas():
     assert not [name for name in loaded if any("pallas" in module for module in imports(FILES[name].read_text()))]
 
 
+@pytest.mark.slow
 def test_methods_are_parsed_without_a_device():
     """Processes may not have found each other yet, and `jax.distributed.initialize` refuses to come after a device."""
     code = (

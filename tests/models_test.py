@@ -106,6 +106,7 @@ def test_initial_values():
 # ---- forms ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt", "vit"])
 def test_a_scan_computes_what_a_list_does(name):
     listed = MAKE[name]()
@@ -176,6 +177,7 @@ def test_remat_keeps_little():
         MAKE["gpt"](remat=True, lean=True)(TOKENS)
 
 
+@pytest.mark.slow
 def test_chosen_rows_are_kept_in_place_of_inputs():
     """Without remat the inputs of layers are not kept; with lean their chosen rows are."""
     rows = "dw_x=rows(mvue(1,4))"
@@ -192,6 +194,7 @@ def test_bfloat16_computes_and_float32_keeps(name):
     assert 0 < jnp.abs(y - wide).max() < 0.03 * jnp.abs(wide).max()
 
 
+@pytest.mark.slow
 def test_gradients_of_bfloat16_are_near():
     _, grads = trained(MAKE["gpt"](dtype=jnp.bfloat16), TOKENS)
     _, _, expected = plain()
@@ -229,6 +232,7 @@ def silent(model):
     return model
 
 
+@pytest.mark.slow
 def test_pools():
     """If blocks add nothing, "mean" reads the mean of the patches, and "cls" a token that saw none of them."""
     mean, cls = silent(MAKE["vit"](depth=1)), silent(MAKE["vit"](depth=1, pool="cls"))
@@ -265,6 +269,7 @@ def test_kinds_of_blocks():
         np.testing.assert_allclose(kinds[name].mlp.activation(x), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_dropout_of_every_block_has_a_key_of_its_own(monkeypatch):
     keys, plain = [], transformer.dropped
     monkeypatch.setattr(transformer, "dropped", lambda x, rate, key: keys.append(key) or plain(x, rate, key))
@@ -286,6 +291,7 @@ def test_the_head_of_gpt_is_its_embedding():
     np.testing.assert_allclose(forward(silent(model), TOKENS), x @ model.tokens.embedding[...].T, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_does_not_matter():
     model, mask = MAKE["bert"](), jnp.broadcast_to(jnp.arange(8) < 6, (4, 8))
     other = TOKENS.at[:, 6:].set((TOKENS[:, 6:] + 1) % 16)
@@ -307,6 +313,7 @@ def convolved(x, layer, stride, padding):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bottleneck", [False, True])
 def test_residual_blocks(bottleneck):
     block = Residual(3, 8, 2, bottleneck, dtype=None, rngs=nnx.Rngs(0))
@@ -418,6 +425,7 @@ def test_greedy_samples_are_those_of_a_loop():
         assert len(set(np.ravel(drawn[:, -9:]).tolist())) > 1
 
 
+@pytest.mark.slow
 def test_samples_follow_the_logits():
     """Over many texts the first token has the model's distribution, and a key draws the same tokens again."""
     model, prompt = MAKE["gpt"](), jnp.tile(TOKENS[:1, :3], (4000, 1))

@@ -24,6 +24,7 @@ def make(**changes):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [1, 2, 4])
 def test_each_token_gets_the_sum_of_its_experts(top):
     """Every token alone, in NumPy: no token is dropped, and none gets the output of another."""
@@ -45,6 +46,7 @@ def test_each_token_gets_the_sum_of_its_experts(top):
     assert len(used) > 1
 
 
+@pytest.mark.slow
 def test_the_balance_moves_towards_experts_that_had_few_tokens():
     """It changes only in training, by ``rate``, and without a gradient. In the end all experts are in use."""
     mixture = Mixture(8, 16, 4, 1, rate=0.02, rngs=nnx.Rngs(0))
@@ -74,6 +76,7 @@ def test_the_balance_moves_towards_experts_that_had_few_tokens():
     assert jnp.abs(grads["router"]["kernel"][...]).max() > 0
 
 
+@pytest.mark.slow
 def test_no_token_sees_a_later_one():
     """The output at a position does not depend on later tokens of the batch."""
     model = make()
@@ -84,6 +87,7 @@ def test_no_token_sees_a_later_one():
     np.testing.assert_allclose(nnx.jit(model)(TOKENS[:1, :3]), y[:1, :3], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_text_is_drawn_from_it():
     drawn = generate(make(), TOKENS[:2, :3], jax.random.key(0), count=4, temperature=0.0)
     assert drawn.shape == (2, 7)
@@ -93,6 +97,7 @@ def test_text_is_drawn_from_it():
     np.testing.assert_array_equal(drawn, longer)
 
 
+@pytest.mark.slow
 def test_sizes_and_dtypes():
     state = nnx.state(nnx.eval_shape(lambda: MoE(**moe.SIZES["tiny"], vocabulary=256, length=128, rngs=nnx.Rngs(0))))
     of = lambda kind: sum(v.size for v in jax.tree.leaves(nnx.filter_state(state, kind)))

@@ -90,6 +90,7 @@ def test_a_schedule_counts_updates():
         np.testing.assert_allclose(got, [0, min(step / 4, 1)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_term_is_not_clipped_and_goes_through_adam():
     with STANDARD:
         clipped, _ = optax.clip_by_global_norm(1.0).update(GRADS, optax.EmptyState())
@@ -194,6 +195,7 @@ def nnx_masks(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_flax_optimizer(wrap):
     """A state of Variables goes in, and so do masks made of it."""
@@ -213,6 +215,7 @@ def test_flax_optimizer(wrap):
     chex.assert_trees_all_close(nnx.as_pure(nnx.state(model, nnx.Param)), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_masks_may_be_plain_dicts_beside_a_state():
     params = nnx.as_pure(nnx.state(Model(), nnx.Param))
     masks = nnx.to_pure_dict(nnx_masks(Model()))
@@ -220,6 +223,7 @@ def test_masks_may_be_plain_dicts_beside_a_state():
     chex.assert_trees_all_equal(got, once(optim.masked_decay(LAM), params, params, nnx.as_pure(nnx_masks(Model()))))
 
 
+@pytest.mark.slow
 def test_states_of_variables_without_the_optimizer():
     model = Model()
     params = nnx.state(model, nnx.Param)
@@ -567,6 +571,7 @@ def test_step_adam_says_what_is_wrong(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_a_mask_of_step_adam_may_be_a_prefix():
     params = {"a": {"kernel": jnp.ones(3), "bias": jnp.ones(2)}, "b": jnp.ones(2)}
     made = [

@@ -44,6 +44,7 @@ def by_hand(model, monkeypatch):
         return jax.jit(lambda params: (nnx.merge(graph, params)(tokens()), jax.grad(loss)(params)))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"scan": True}, {"scan": True, "remat": True}])
 def test_scores_are_pruned_as_by_hand(options, monkeypatch):
     dense = gpt(**options)
@@ -69,6 +70,7 @@ def test_without_a_rule_nothing_changes(options):
     assert "scores" in str(nm.nnx.plan(with_layer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_layers_of_a_stack_draw_apart(scan):
     model = nm.nnx.sparsify(gpt(scores=True, scan=scan), nm.Recipe({r".*/scores": "y_x=ste(mvue(1,4))", ".*": "dense"}))
@@ -81,6 +83,7 @@ def test_layers_of_a_stack_draw_apart(scan):
     assert not np.array_equal(first, logits(model))
 
 
+@pytest.mark.slow
 def test_every_group_of_keys_keeps_n():
     layer = nm.nnx.sparsify(transformer.Scores(2, 3, None), nm.Recipe({".*": "y_x=mse(1,4)"}))
     scores = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 5, 8)), jnp.float32))
@@ -90,6 +93,7 @@ def test_every_group_of_keys_keeps_n():
     np.testing.assert_array_equal(kept, jnp.where(kept != 0, scores, 0))
 
 
+@pytest.mark.slow
 def test_a_hardened_model_prunes_scores_the_same():
     sparse = nm.nnx.sparsify(
         gpt(scores=True), nm.Recipe({r".*/scores": "y_x=mse(2,4)", r".*mlp.*": "ste(2,4)", ".*": "dense"})
@@ -112,6 +116,7 @@ def test_a_method_of_weights_is_refused(method):
     assert "it multiplies scores by values" in str(nm.nnx.plan(model, nm.Recipe({"blocks/.*": method, ".*": "dense"})))
 
 
+@pytest.mark.slow
 def test_keys_that_do_not_divide():
     sparse = nm.nnx.sparsify(gpt(scores=True), RULES)
     with pytest.raises(ValueError, match=r"attention/scores: y_x=mse\(2,4\) prunes an array of shape \(3, 2, 7, 7\)"):

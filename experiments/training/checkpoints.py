@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -208,8 +209,12 @@ class Checkpoints:
         if processes.count() > 1:
             raise Failed(self.lost.rstrip("."))
         self._drop_manager()  # otherwise the next save raises what is left of these errors
-        for path in self.directory.glob(f"*{BEING_WRITTEN}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for attempt in range(20):  # a thread of Orbax may still be writing
+            if not (left := list(self.directory.glob(f"*{BEING_WRITTEN}*"))):
+                break
+            for path in left:
+                shutil.rmtree(path, ignore_errors=True)
+            time.sleep(0.05 * attempt)
         self._report(f"{self.lost} {self.kept_message()} Training continues.")
 
     def wait(self) -> None:

@@ -78,6 +78,7 @@ def test_vit_costs_what_the_paper_says(text):
     assert plan.training == (3 * dense, 3 * dense - (dense - left))  # a mask along inputs saves nothing in dx and dw
 
 
+@pytest.mark.slow
 def test_a_list_of_blocks_costs_what_their_stack_does():
     listed, stacked = planned("ste(2,4)"), planned("ste(2,4)", stacked=True)
     assert (listed.forward, listed.elsewhere) == (stacked.forward, stacked.elsewhere)

@@ -216,6 +216,7 @@ def test_paths():
     assert metrics.path(()) == ""
 
 
+@pytest.mark.slow
 def test_violations_of_a_tree():
     count = lambda patterns: {k: int(v) for k, v in metrics.violations(weights(), patterns).items()}
     rows = Pattern(2, 4, 0)
@@ -343,6 +344,7 @@ def test_what_cannot_be_told_is_nan():
     assert np.isnan(metrics.pruned_error(nm.mvue(2, 4), jnp.arange(1.0, 5), draws=1).noise)
 
 
+@pytest.mark.slow
 def test_magnitude_pruning_is_exactly_so_biased():
     """(1, 2, 3, 4) -> (0, 0, 3, 4): 5 of 30 is lost, squared, and the cosine is 25 / (5 sqrt(30))."""
     x = jnp.tile(jnp.array([[1.0], [-2], [3], [4]]), (2, 3))
@@ -383,6 +385,7 @@ def test_random_pruning_without_its_factor_is_biased_by_what_it_drops(n, m):
     np.testing.assert_allclose(np.sqrt(got.bias**2 - got.noise**2), 1 - n / m, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_draws_differ_by_key_and_share_a_step():
     x = normal(0, 64, 64)
     late = nm.stages(((0, nm.identity), (10, nm.mvue(2, 4))))
@@ -398,6 +401,7 @@ def test_draws_differ_by_key_and_share_a_step():
     np.testing.assert_allclose(got.bias, jnp.linalg.norm(jnp.where(mask, 0, x)) / jnp.linalg.norm(x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_draws():
     run = lambda draws: jax.jit(lambda x: metrics.pruned_error(nm.mvue(2, 4), x, draws=draws))
     x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
@@ -465,6 +469,7 @@ def test_biased_dw_has_more_bias_than_noise(sparsity):
     assert got.bias > 2 * got.noise > 0.01
 
 
+@pytest.mark.slow
 def test_only_dw_is_judged():
     """A forward pruner and its state change neither x nor g, so they do not change dw."""
     sparsity, w = nm.methods.s_ste(2, 4), normal(1, 8, 4)
@@ -472,6 +477,7 @@ def test_only_dw_is_judged():
     assert gradient("s_ste(2,4)", state=state) == gradient("mvue(2,4)")
 
 
+@pytest.mark.slow
 def test_gradient_errors_differ_by_key_and_share_a_step():
     late = "dw_g=stages(((0,identity),(10,mvue(2,4))))"
     assert gradient(late).variance == 0

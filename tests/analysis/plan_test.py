@@ -179,6 +179,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_recipe_gives_the_plan_of_the_model_that_sparsify_makes(name):
     make, size, dtype, rules = NETWORKS[name]
@@ -458,6 +459,7 @@ OPERATIONS = {  # each with the norms that its slots have, in the order of SLOTS
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_norm_that_a_plan_names_is_the_one_of_the_product(name):
     """One slot at a time, because a slot of the forward product changes the operands of the others."""
@@ -624,6 +626,7 @@ def test_transformed_calls():
     assert [s.groups for s in layer.slots] == [5 * 8 * 8 // 4, 5 * 4 * 8 // 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_on_a_mesh(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))

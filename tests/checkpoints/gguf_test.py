@@ -145,6 +145,7 @@ def small_gemma(path, **changes):
     return write(path, fields | changes, made)
 
 
+@pytest.mark.slow
 def test_gemma_is_converted(tmp_path, capsys):
     """Every tensor is that of the checkpoint, and the tokenizer merges in the order of the scores."""
     from tokenizers import Tokenizer

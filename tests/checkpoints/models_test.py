@@ -61,6 +61,7 @@ def changed(folder, kind, config=None, tensors=None):
 # ---- what is loaded and saved ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(kind, scan, tmp_path):
@@ -100,6 +101,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_a_checkpoint_are_the_same_model(form, tmp_path):
     kind, config, other = FORMS[form]
@@ -111,6 +113,7 @@ def test_other_forms_of_a_checkpoint_are_the_same_model(form, tmp_path):
     same(tmp_path / "again", source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     """Along the axis that the products contract, in the layout of the source: rows of torch's linear layers."""

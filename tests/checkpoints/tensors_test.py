@@ -56,6 +56,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype, shape, tmp_path):
     assert not got["x"].flags.writeable
 
 
+@pytest.mark.slow
 @given(
     named=st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__"),

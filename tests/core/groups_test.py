@@ -161,6 +161,7 @@ def test_dtypes_that_cannot_be_pruned(dtype, words):
             refused(x)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.lists(st.floats(width=32), min_size=32, max_size=32),
     st.sampled_from([(2, 4), (3, 8), (1, 32), (7, 32)]),
@@ -284,6 +285,7 @@ def test_merge(shape, axes, block):
     check_merge(shape, axes, block)
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data())
 def test_merge_of_any_axes(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))

@@ -162,6 +162,7 @@ def overlaps(streams):
     return pairs.size - len(np.unique(pairs))
 
 
+@pytest.mark.slow
 def test_streams_of_related_keys_are_neither_equal_nor_shifted():
     """For [layer, seed] and layer << 32 | seed, and for every step after that: 2**21 words, 1e-7 by chance."""
     few = jnp.arange(64, dtype=jnp.uint32)
@@ -181,6 +182,7 @@ def test_streams_of_related_keys_are_neither_equal_nor_shifted():
     assert np.abs(correlations(streams[:: len(streams) // 500])).max() < 6  # 125,000 pairs: 2e-4
 
 
+@pytest.mark.slow
 def test_a_key_and_a_step_do_not_stand_for_each_other():
     g = jax.random.normal(jax.random.key(0), (16, 8))
     first = nm.prune(nm.mvue(2, 4), g, key=0, step=1)

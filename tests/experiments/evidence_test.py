@@ -490,6 +490,7 @@ def test_a_main_claim_about_a_config_is_about_its_method(about):
 ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STUDIES, *ON_GPUS])
 def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""

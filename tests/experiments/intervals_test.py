@@ -3,6 +3,8 @@
 import itertools
 import re
 
+import pytest
+
 from experiments import claims, config_files, reproduce
 from experiments.report import effects
 from experiments.studies import STUDIES, WORSE
@@ -10,6 +12,7 @@ from experiments.studies import STUDIES, WORSE
 INTERVAL = re.compile(r"\[([+−]?\d\.\d{3,4}),\s+([+−]?\d\.\d{3,4})\]")
 
 
+@pytest.mark.slow
 def test_every_interval_of_a_page_is_one_of_the_results():
     """A page may turn a difference round. The number of digits is that of the page."""
     known = set()

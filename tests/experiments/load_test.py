@@ -83,6 +83,7 @@ def paths(state) -> dict[str, np.ndarray]:
 # ---- of the program's own evaluation ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["averaged", "resnet"])
 @pytest.mark.parametrize("checkpoint", ["last", "best"])
 def test_images_are_scored_as_by_the_program(trained, name, checkpoint):
@@ -104,6 +105,7 @@ def test_images_are_scored_as_by_the_program(trained, name, checkpoint):
         np.testing.assert_allclose(nats(run.predict(x), y), line["hardened_loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_are_scored_as_by_the_program(trained):
     workdir = trained("text")
     run, (program, state) = load_run(workdir), evaluated(workdir, best=False)
@@ -114,6 +116,7 @@ def test_texts_are_scored_as_by_the_program(trained):
         np.testing.assert_allclose(nats(logits, windows[:, 1:]), wanted[f"{prefix}loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_that_the_evaluation_uses(trained, name):
     workdir, found = trained(name), {}
@@ -176,6 +179,7 @@ def test_the_data_set_is_not_needed(trained, name, monkeypatch):
 # ---- inputs ----
 
 
+@pytest.mark.slow
 def test_images_may_be_integers_or_floats_and_one_alone(trained):
     run, x = load_run(trained("averaged")), images.load("digits").test[0][:5]
     wanted = run.predict(x)
@@ -233,6 +237,7 @@ def test_texts_may_be_tokens_or_a_str(trained):
 # ---- a task of one's own ----
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_sine.py").write_text(TASK.replace("sine:Sine", "own_sine:Sine"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -311,6 +316,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_read(trained, tmp_pa
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["12", "8"]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_final_form_has_no_hardened_weights():
     recipe = nm.Recipe(((".*", "y_w=ste(uniform(2,4))"),))
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)

@@ -27,6 +27,7 @@ TASK = page("task", 0)
 FILES = {"mylab": page("pruner", 0), "mixer": page("model", 0), "spirals": page("data", 1, 3), "sine": TASK}
 
 
+@pytest.mark.slow
 def test_a_feed_that_ends_too_early_is_told(tmp_path, monkeypatch):
     source = TASK.replace("sine:Sine", "short:Sine").replace("while True:", "for _ in range(start, 6):")
     (tmp_path / "short.py").write_text(source)

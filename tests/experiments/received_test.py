@@ -198,6 +198,7 @@ def test_a_share_of_four_hundred_nines_is_refused():
 ODD = [None, True, 1, 1.5, 10**400, "x", [], [1], {}, {"a": 1}, [[1]], [["a"]], [["a", None]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["vit_24.py:smoke", "gpt_24.py:smoke", "finetune_24.py:smoke"])
 def test_every_odd_field_of_a_recorded_config_is_read_or_refused(tmp_path, file):
     """A field that is missing or of another type is refused."""
@@ -236,6 +237,7 @@ def test_what_config_files_make_is_read_again(tmp_path, file):
     assert digest.identity(asked.config).fields.keys() == digest.identity(config_files.load(file)).fields.keys()
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_no_control_characters(tmp_path):
     assert visible("a\x1b[31mb\x07\x9b\td\n") == "a␛[31mb␇\ufffd\td\n"
     config = json.loads(config_files.load("configs/vit_24.py:smoke").to_json())

@@ -53,6 +53,7 @@ def changed(config, change):
     return lambda *case, weights="": config(*case, change, weights=weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_dense_model_is_kept_for_what_it_was_trained_with(what, place, monkeypatch):
     """Elsewhere in the file system, the same weights and texts give the same model."""

@@ -206,6 +206,7 @@ def looked(study, **rows):
         }
 
 
+@pytest.mark.slow
 def test_figures_of_what_was_looked_into(tmp_path):
     """By hand, of three seeds a tenth apart: the standard error is a tenth over the root of three."""
     rows = {f"{of}{pruner}": [0.5, 0.25] for pruner in dw.PRUNERS for of in ("", "variance of ")}

@@ -145,6 +145,7 @@ def test_a_run_that_another_process_had_is_trained_at_the_end(told, finished, tr
     assert runs.trained == trained
 
 
+@pytest.mark.slow
 def test_runs_are_left_to_the_process_that_writes_them_and_no_program_is_made_for_them(tmp_path, capsys):
     made, runs = [], Runs(tmp_path)
     make = runs.make

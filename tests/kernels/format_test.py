@@ -154,6 +154,7 @@ def test_plain_order_is_what_hands_would_write(data, pattern, dtype):
     np.testing.assert_array_equal(nm.unpack(packed).astype(jnp.float32), x.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_orders_agree():
     """The same matrix in every order that takes it unpacks to itself."""
     x = two_of_four((2, 128, 64), jnp.bfloat16)
@@ -175,6 +176,7 @@ def test_a_packed_array_is_a_pytree():
     assert one.nbytes == x.nbytes * 9 // 16  # half of the values, and 1/16 of words
 
 
+@pytest.mark.slow
 def test_kernels_pick_the_two_that_pack_picks():
     draw = np.random.default_rng(3)
     v = [jnp.asarray(draw.integers(0, 2, 4096) * draw.standard_normal(4096), jnp.bfloat16) for _ in range(4)]
@@ -206,6 +208,7 @@ def test_too_many_under_jit_are_nan():
     np.testing.assert_array_equal(y[4:], x[4:])
 
 
+@pytest.mark.slow
 def test_natural_orders():
     order = lambda shape, dtype, axis=-1, **kw: nm.pack(jnp.zeros(shape, dtype), axis, **kw).order
     assert order((64, 64), jnp.bfloat16) == order((3, 64, 128), jnp.float16, 1) == "words16"

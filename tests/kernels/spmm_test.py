@@ -140,6 +140,7 @@ def test_the_ring_has_no_races(monkeypatch):
     multiplies(Shape(128, 64, 256), HopperConfig(tile_n=64, store_n=32, stages=2), cores=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
 def test_the_words_of_blackwell_are_those_of_jax(kind):
     """JAX formats pairs of places of two bits each; ours are a permutation of the words that Hopper reads."""
@@ -202,6 +203,7 @@ def test_spmm_in_loops_and_a_shard():
     check(sharded(packed, b), wanted, False)
 
 
+@pytest.mark.slow
 def test_errors():
     packed, b, _ = operands(Shape(128, 64, 64, n_major=True))
     small, c, _ = operands(Shape(64, 64, 64, "float8_e4m3fn", n_major=True))
@@ -337,6 +339,7 @@ def test_refusals_say_why(of, config, why):
     assert refusal == why if why == "None" else why in refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
 @pytest.mark.usefixtures("any_version")
@@ -362,6 +365,7 @@ def test_the_first_candidate_is_large():
     assert tuning.chosen(Shape(8192, 8192, 8192), H200)[0] == HopperConfig(128, 192, store_n=32, cluster="m")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_version")
 def test_gains():
     """They grow with what shares the packing. Without measured tiles, there are none but on Hopper."""

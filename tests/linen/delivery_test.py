@@ -118,6 +118,7 @@ DENSE = named(nn.Dense, 8)
 CONV = named(nn.Conv, 8, (3, 3), strides=2, feature_group_count=2, padding="SAME")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plain", "shape"), [(DENSE, (8, 16)), (CONV, (4, 8, 8, 16))])
 def test_a_dense_layer_adds_no_array_and_changes_no_bit(plain, shape):
     model, x = Pruned(plain, "dense"), normal(1, *shape)
@@ -160,6 +161,7 @@ def test_paths_are_those_of_all_layers():
         np.testing.assert_array_equal(site.words.reshape(2), sites.site_words(1, site.origin.path))
 
 
+@pytest.mark.slow
 def test_forward_passes_read_and_do_not_write():
     model, variables, x = of("s_ste(2,4)")
     variables = linen.set_step(variables, 4)
@@ -212,6 +214,7 @@ def one_layer(text, w, words, x):
     return nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(sites.site_key(words, MICRO), STEP, state))
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_steps_and_equal_models():
     @functools.partial(jax.jit, static_argnums=0)
     @chex.assert_max_traces(1)
@@ -223,6 +226,7 @@ def test_one_compilation_serves_all_steps_and_equal_models():
         apply(model, variables, jnp.ones((8, 16)), step)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_outside_is_not_used_inside():
     model, variables = stack("ste(2,4)", lifted=True)
     x, apply = normal(1, 8, 16), jax.jit(model.model.apply)
@@ -291,6 +295,7 @@ def test_a_stack_of_stacks(axes, text):
     np.testing.assert_array_equal(hard_y, y)
 
 
+@pytest.mark.slow
 def test_a_stack_made_by_hand_is_refused_until_it_is_told():
     block, x = Pruned(Block(), "mvue(2,4)"), normal(0, 8, 16)
     with block.within():
@@ -328,6 +333,7 @@ HARDENED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "axis"), HARDENED)
 def test_more_layers_are_hardened_to_the_training_form(layer, axis):
     model, x = Pruned(layer, "s_ste(2,4)"), normal(1, 2, 8, 64)
@@ -347,6 +353,7 @@ def test_more_layers_are_hardened_to_the_training_form(layer, axis):
     equal(linen.set_step(hard, 3), hard)
 
 
+@pytest.mark.slow
 def test_a_call_in_another_dtype_than_that_of_init():
     """Only the dtype of the product differs, and no axis."""
     model, x = Pruned(nn.Dense(8, param_dtype=jnp.bfloat16), "ste(2,4)"), jnp.ones((4, 16))
@@ -371,6 +378,7 @@ class Twice(nn.Module):
         return tied(name="blocks")(x)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_tied_layer_keeps_one_variable_and_a_soft_weight_shrinks_once(scanned):
     model, x = Pruned(Twice(scanned), "s_ste(2,4)"), normal(1, 8, 16)
@@ -381,6 +389,7 @@ def test_a_tied_layer_keeps_one_variable_and_a_soft_weight_shrinks_once(scanned)
     np.testing.assert_array_equal(model.apply(hard, x), model.apply(variables, x))
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_applies_as_it_does_within():
     """The path in its variable counts, not the path that the part has on its own."""
     model, x = Pruned(DENSE, nm.Recipe({"layer": "ste(2,4)"})), normal(1, 8, 16)
@@ -394,6 +403,7 @@ def test_a_part_of_a_model_applies_as_it_does_within():
 # ---- trees, boxes and meshes ----
 
 
+@pytest.mark.slow
 def test_variables_may_be_unboxed_frozen_and_written():
     model, variables = stack("s_ste(2,4)")
     x, at = normal(1, 8, 16), linen.set_step(variables, 3)
@@ -408,6 +418,7 @@ def test_variables_may_be_unboxed_frozen_and_written():
     equal(flax.serialization.from_bytes(variables, written), at)
 
 
+@pytest.mark.slow
 def test_masks_lie_where_their_weights_lie():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     names = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "data"))

@@ -68,6 +68,7 @@ class Gemma(nn.Module):
         return x + self.mlp(x + self.out("BTNH,NHD->BTD", self.query("BTD,NDH->BTNH", x)))
 
 
+@pytest.mark.slow
 def test_a_class_that_one_cannot_edit_trains_by_a_door_of_one_line():
     del DOORS[Einsum]
     linen.door(f"{Einsum.__module__}:Einsum", weight="{weight_name}")
@@ -126,6 +127,7 @@ class Doubled(nn.Module):
         return layer(layer(x, **options), **options) + layer.helper(x).sum()
 
 
+@pytest.mark.slow
 def test_a_layer_may_have_several_weights_and_layers_and_random_numbers():
     linen.door(Experts, weight=("up", "down"))
     rules = nm.Recipe({r"of/up": STE, r"of/down": "ste(1,4)", "of/inner": "s_ste(2,4)", "of/scale": "dense"})
@@ -139,6 +141,7 @@ def test_a_layer_may_have_several_weights_and_layers_and_random_numbers():
     assert found == {"of/down": (1, 4), "of/up": (2, 4), "of/inner/kernel": (2, 4)}
 
 
+@pytest.mark.slow
 def test_a_layer_that_writes_a_variable_writes_it_once():
     model = Pruned(Layer(jnp.matmul), STE)
     variables, dense = model.init(X), model.model.init(jax.random.key(0), X)
@@ -147,6 +150,7 @@ def test_a_layer_that_writes_a_variable_writes_it_once():
     assert float(written["stats"]["count"]) == 2
 
 
+@pytest.mark.slow
 def test_a_reshaped_weight_is_pruned_and_has_no_axes():
     model, p = Pruned(Layer(lambda x, w: x @ w.reshape(24, 10), (4, 6, 10)), "y_w=ste(mse(2,8))"), nm.mse(2, 8)
     variables = model.init(normal(1, 5, 24))
@@ -322,6 +326,7 @@ def test_what_cannot_be_right_is_refused(case):
     assert re.search(said, message), message
 
 
+@pytest.mark.slow
 def test_dense_layers_and_what_needs_no_variable_are_not_refused():
     shapes(Layer(rows), "dense", jnp.arange(4))
     shapes(Layer(energy), "dense")
@@ -355,6 +360,7 @@ If they are to stay dense, write rules that come before the others: \
 (r"embed/embedding", "dense"), (r"block_\\d+/w", "dense")."""
 
 
+@pytest.mark.slow
 def test_parameters_that_no_door_reaches_are_told_once():
     del DOORS[Einsum]
     i, init = jnp.arange(8), lambda rules: shapes(Mixed(), nm.Recipe(rules), i)

@@ -56,6 +56,7 @@ def both():
     return linen.set_step(linen.reset_state({**variables, "params": params}), 4), model
 
 
+@pytest.mark.slow
 def test_patterns_are_those_of_nnx():
     variables, model = both()
     expected = nm.nnx.patterns(model)
@@ -71,6 +72,7 @@ def test_patterns_are_those_of_nnx():
         assert int(n) == int(linen.violations(variables)[name]) > 0
 
 
+@pytest.mark.slow
 def test_masks_and_scales_are_those_of_nnx():
     variables, model = both()
     masks, expected = linen.masks(variables), nnx.to_pure_dict(nm.nnx.masks(model))
@@ -81,6 +83,7 @@ def test_masks_and_scales_are_those_of_nnx():
     np.testing.assert_allclose(scales["up"], expected["up"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_measures_are_those_of_nnx():
     variables, model = both()
     measured, expected = linen.weights(variables), nm.nnx.weights(model)
@@ -98,6 +101,7 @@ def test_measures_are_those_of_nnx():
         np.testing.assert_allclose(errors[name], expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stack_is_measured_as_one_layer():
     class Stack(nn.Module):
         @nn.compact
@@ -128,6 +132,7 @@ def rows(plan):
     return {row.path: row._replace(kind="", phases=()) for row in plan.layers}
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_nnx():
     model = Nnx(nnx.Rngs(0))
     plan, expected = linen.plan(Linen(), RECIPE, X), nm.nnx.plan(model, RECIPE, X)
@@ -171,6 +176,7 @@ def test_a_plan_reads_arguments_and_counts_stacks():
     assert plan.layers[0].slots[0].groups == 3 * 32 * 16 // 4
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_would_be_refused():
     refused = lambda recipe, model=Linen(): dict(linen.plan(model, recipe, X).refused)
     assert "matches no layer's whole path" in refused(nm.Recipe({"mlp": "ste(2,4)"}))["the rule 'mlp'"]

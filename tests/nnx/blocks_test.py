@@ -129,6 +129,7 @@ class Recording(nnx.Module):
         return self.block(x, *args)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_model_is_told_and_the_whole_model_is_called():
     """The model reads what a block has left, and a block that is not called leaves nothing."""
     model = Strange("remembering")
@@ -150,6 +151,7 @@ def test_an_error_of_the_search_is_raised(monkeypatch):
         nm.nnx.prune(Unusual(""), "ste(2,4)", ARRAYS)
 
 
+@pytest.mark.slow
 def test_an_error_after_the_last_block_does_not_matter():
     class Counting(nnx.Module):
         def __init__(self):

@@ -51,6 +51,7 @@ def inputs(count=3):
     return [jnp.asarray(RNG.normal(size=(4, 5, 8)), jnp.float32) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_statistics_are_those_by_hand():
     model, batches = (
         nnx.Sequential(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(6, 4, rngs=nnx.Rngs(1))),
@@ -68,6 +69,7 @@ def test_statistics_are_those_by_hand():
     assert list(nm.nnx.calibrate(model, batches, only="layers/2")) == ["layers/2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4)"])
 @pytest.mark.parametrize("kind", ["net", "list", "scan"])
 def test_a_sparse_model_is_measured_as_it_computes(kind, text):
@@ -134,6 +136,7 @@ def test_arguments_of_batches():
     np.testing.assert_allclose(found[2], found[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"scan": True}, {"remat": True}, {"scan": True, "remat": True}])
 def test_a_stack_has_the_statistics_of_its_layers(options):
     listed, other = gpt(), gpt(**options)
@@ -149,6 +152,7 @@ def test_a_stack_has_the_statistics_of_its_layers(options):
         np.testing.assert_allclose(same, one.moments, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_devices_share_the_batch():
     model, x = gpt(), jnp.tile(TOKENS[0], (2, 1))
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -162,6 +166,7 @@ def test_devices_share_the_batch():
 # ---- pruning ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["ste(2,4)", "ste(1,4)", "ste(4,8)"])
 def test_magnitudes_are_those_of_a_hardened_model(text):
     """For all kinds of layers. So the matrices that solvers get have the inputs in the order of the groups."""
@@ -176,6 +181,7 @@ def test_magnitudes_are_those_of_a_hardened_model(text):
         assert error == by_magnitude > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_error_by_magnitude_is_that_of_the_dense_model(remat):
     """By hand from the inputs that the dense model gives. So it is the same for all solvers."""
@@ -195,6 +201,7 @@ def test_the_error_by_magnitude_is_that_of_the_dense_model(remat):
         assert by_magnitude == errors["sparsegpt"][path][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("make", ["gpt", "decoder", "vit"])
 def test_solvers_prune_models(make, scan):
@@ -214,6 +221,7 @@ def test_solvers_prune_models(make, scan):
     assert errors[:, 0].mean() < 0.7 * errors[:, 1].mean()
 
 
+@pytest.mark.slow
 def test_wanda_by_hand_on_a_model():
     model, batches = (
         nnx.Sequential(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(6, 4, rngs=nnx.Rngs(1))),
@@ -228,6 +236,7 @@ def test_wanda_by_hand_on_a_model():
     np.testing.assert_array_equal(pruned.model.layers[2].kernel[...], model.layers[2].kernel[...])
 
 
+@pytest.mark.slow
 def test_in_turn_each_block_is_calibrated_on_pruned_ones():
     model, seen = gpt(), {}
 
@@ -246,6 +255,7 @@ def test_in_turn_each_block_is_calibrated_on_pruned_ones():
     np.testing.assert_allclose(seen[last], dense["blocks/2/attention/query"].moments, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pruning_a_sparse_model_replaces_its_recipe():
     """Its layers are calibrated as they will compute. Weights of another recipe count as they are."""
     model = gpt()
@@ -255,6 +265,7 @@ def test_pruning_a_sparse_model_replaces_its_recipe():
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (found.model, right.model)))
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model():
     model = gpt(dtype=jnp.bfloat16)
     pruned = nm.nnx.prune(model, EVERY, TOKENS)
@@ -321,6 +332,7 @@ class Blocks(nnx.Module):
         return states[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"numbered": False}, {"skips": True}, {"remat": True}], ids=str)
 def test_each_block_sees_pruned_ones_in_the_order_of_the_call(options):
     """Also if blocks cannot be called on their own, and with batches of two shapes."""
@@ -347,6 +359,7 @@ def test_a_block_that_stays_dense_is_run_too():
     assert list(pruned.errors) == ["decoder/0", "decoder/1", "encoder/0"]
 
 
+@pytest.mark.slow
 def test_blocks_in_a_checkpoint_are_pruned_as_those_outside():
     """The first are in calls of the whole model, the others on their own."""
     plain, other = gpt(), gpt(remat=True)
@@ -355,6 +368,7 @@ def test_blocks_in_a_checkpoint_are_pruned_as_those_outside():
         np.testing.assert_allclose(found.errors[path], error, rtol=1e-4, err_msg=path)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_compile_once(monkeypatch):
     made = []
     new = calibration.statistics
@@ -409,6 +423,7 @@ class Unusual(nnx.Module):
         return y + self.blocks[2](states[1]) if self.kind == "outside" else y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jit", "checkpoint", "vmap", "cond", "order", "shape", "skip", "outside"])
 def test_unusual_calls_give_what_whole_calls_give(kind):
     model, arrays = Unusual(kind), [jnp.asarray(RNG.normal(size=(rows, 8)), jnp.float32) for rows in (16, 24)]
@@ -434,6 +449,7 @@ class Wrapped(nnx.Module):
         return self.head(jnp.tanh(self.named["a"](jnp.tanh(self.named["b"](x)))))
 
 
+@pytest.mark.slow
 def test_blocks_of_inner_models_are_pruned_in_turn():
     model, batches = Wrapped(), [jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)]
     order = [*(f"base/blocks/{i}" for i in range(3)), "net/layers/0", "net/layers/2", "named/b", "named/a", "head"]
@@ -548,6 +564,7 @@ def test_the_error_of_a_convolution_is_that_of_its_output(options):
     assert bool(nm.groups.is_nm(pruned.model.kernel[...], 2, 4, axis=-2))
 
 
+@pytest.mark.slow
 def test_a_resnet_is_pruned():
     model = nm.models.ResNet(**nm.models.resnet.SIZES["tiny"], classes=4, stem="cifar", rngs=nnx.Rngs(0))
     model.eval()
@@ -586,6 +603,7 @@ def test_each_expert_has_its_own_statistics():
     assert plain.tokens == 10
 
 
+@pytest.mark.slow
 def test_experts_and_heads_are_pruned_each_by_its_own_inputs():
     model, sizes = Experts(nnx.Rngs(0)), jnp.array([20, 30, 14], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(64, 8)), jnp.float32)
@@ -607,6 +625,7 @@ def test_experts_and_heads_are_pruned_each_by_its_own_inputs():
 # ---- norms as state ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wanda", "ria"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_weights_are_pruned_by_the_norms_that_were_measured(scan, name):
@@ -627,6 +646,7 @@ def test_weights_are_pruned_by_the_norms_that_were_measured(scan, name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_norms_of_several_contracted_axes():
     model, batches = Net(nnx.Rngs(0)), inputs()
     found = nm.nnx.calibrate(model, batches)

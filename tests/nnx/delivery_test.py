@@ -53,6 +53,7 @@ def loss_of(y):
     return jnp.sum(y * whole(4, *y.shape))
 
 
+@pytest.mark.slow
 def test_an_ensemble():
     """Each member under nnx.vmap computes what it computes by itself, with the words that it has in the stack."""
     cells, x = exact(nnx.vmap(Cell)(nnx.Rngs(0).split(3))), whole(2, 8, 16)
@@ -69,6 +70,7 @@ def test_an_ensemble():
         np.testing.assert_array_equal(np.asarray(grads[i]), np.asarray(own))
 
 
+@pytest.mark.slow
 def test_two_stacks_deep():
     make = lambda rngs: Cell(rngs)
     cells = nnx.vmap(nnx.vmap(make))(nnx.Rngs(0).split((2, 3)))
@@ -144,6 +146,7 @@ def test_another_seed_or_step_compiles_nothing_anew():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_plain_jax_on_a_split_and_donated_state():
     """The pattern in the docs gives bit for bit the results of nnx.jit, also with held masks."""
     x, text = whole(2, 8, 16), "fst(every=2)"
@@ -173,6 +176,7 @@ def test_plain_jax_on_a_split_and_donated_state():
     chex.assert_trees_all_equal(nnx.to_pure_dict(rest), nnx.to_pure_dict(expected[1]))
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_have_fresh_noise():
     """The micro-steps of one step have different noise and the same masks."""
     x = whole(2, 8, 16)
@@ -228,6 +232,7 @@ def test_arrays_only_where_needed():
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(plain))
 
 
+@pytest.mark.slow
 def test_paths_of_parameters_stay():
     before = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.sign, nnx.Linear(16, 16, rngs=nnx.Rngs(1)))
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(before, nnx.Param))]

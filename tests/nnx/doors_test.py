@@ -119,6 +119,7 @@ def test_a_layer_computes_and_hardens_in_its_own_dtype():
     np.testing.assert_array_equal(hard.w[...][:, 0], np.float32([1.0, 1.0, 0.0, 0.0]))
 
 
+@pytest.mark.slow
 def test_a_layer_of_several_weights():
     """Each weight is a layer of its own for rules, state and noise."""
     model, x = exact(Gated(8, rngs=nnx.Rngs(0))), whole(1, 16, 8)
@@ -149,6 +150,7 @@ def test_a_layer_of_several_weights():
     assert not any(name.startswith("nm_site") for name in vars(hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["s_ste(2,4)", "fst(every=3)", "mvue(2,4)"])
 def test_a_stack_in_a_scan(method):
     """Each layer of a stack has noise and state of its own, as in a stack of Flax's layers."""
@@ -196,6 +198,7 @@ def einsum_of_flax():
     return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda: OfCall((16, 2, 4), rngs=nnx.Rngs(0)), einsum_of_flax], ids=["declared", "flax"]
 )
@@ -220,6 +223,7 @@ def test_a_product_that_only_the_call_knows(make):
     assert list(nm.nnx.patterns(nm.nnx.harden(model)).values()) == [wanted]
 
 
+@pytest.mark.slow
 def test_a_stack_that_looks_like_one_layer():
     """x @ w takes a stack of weights, too. The error says so, and naming the axis mends it."""
 
@@ -545,6 +549,7 @@ nm.nnx.door(Remat, weight="w", input=lambda layer: (-1, 8))
 X = jax.random.normal(jax.random.key(7), (16, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_what_a_method_changes_is_changed(jit):
     """Against the dense layer, whose weight is pruned by hand."""
@@ -731,6 +736,7 @@ class StackOfSquares(nnx.Module):
         return nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4)", "fst(2,4)"])
 @pytest.mark.parametrize("size", [4, 8])
 def test_a_stack_of_declared_layers_without_an_input(text, size):

@@ -29,6 +29,7 @@ def test_a_rule_that_matches_nothing():
     assert model.up.dot_general is lax.dot_general
 
 
+@pytest.mark.slow
 def test_all_layers_that_do_not_divide_at_once():
     """The error has each slot's reason and the rules that leave the layers dense. The model is unchanged."""
     model = ResNet((6, 16), rngs=nnx.Rngs(0))
@@ -308,6 +309,7 @@ def test_groups_that_straddle_shards(kind):
         nm.nnx.sparsify(model, recipe("ste(2,6)"))
 
 
+@pytest.mark.slow
 def test_tokens_that_straddle_shards_on_an_explicit_mesh():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -337,6 +339,7 @@ def test_a_hardened_model_still_says_what_it_is():
     assert [layer.hardened for layer in nm.nnx.plan(hard, jnp.ones((8, 16))).layers] == ["2:4", "2:4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0))])
 def test_axes_of_space_are_those_of_the_call(layer):
     """sparsify cannot know if a call has positions. So the norm is chosen by the call, and only a call is refused."""
@@ -360,6 +363,7 @@ def test_an_einsum_that_sums_its_input_first(spec):
     np.testing.assert_array_equal(layer(x), jnp.einsum(spec, x, pruned))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [nn.WeightNorm, nn.SpectralNorm])
 def test_a_norm_of_linen_around_a_layer(norm):
     class Normed(nn.Module):

@@ -110,6 +110,7 @@ def test_hardened_again_it_keeps_its_pattern():
     assert [[layer.hardened for layer in nm.nnx.plan(m, x).layers] for m in (model, once)] == 2 * [["2:4", "dense"]]
 
 
+@pytest.mark.slow
 def test_one_shot_pruning_warns_of_no_schedule(recwarn):
     model, x = Mlp(16, 32, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (64, 16))
     pruned = nm.nnx.prune(model, "mdgf(2,4,linear(1,0,80)); y_x=ste(stages(((0,identity),(9,mse(2,4)))))", [x]).model
@@ -133,6 +134,7 @@ def test_a_mask_of_a_class_of_ones_own_is_no_mask_of_the_kernel():
     np.testing.assert_array_equal(hard.kernel[...], nm.prune(nm.mse(2, 4), model.kernel[...], axis=0))
 
 
+@pytest.mark.slow
 def test_a_masked_convolution():
     mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, 3, 8, 8)), jnp.float32)
     model = nnx.Conv(8, 8, (3, 3), mask=mask, rngs=nnx.Rngs(0))
@@ -263,6 +265,7 @@ def test_a_product_that_may_be_dense_may_be_dense_when_hardened():
     assert nm.nnx.gradient_errors(model, lambda m, p, v: m(p, v).sum(), p, v) == {}
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_last_stage_keeps_the_layout_of_training():
     """The first stage has larger groups, so the axes of the weight are merged, and the mask has the merged shape."""
 

@@ -94,6 +94,7 @@ def on_one_device(text):
     return steps(sparse(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), text), whole(9, 32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kind"), [("data", "auto"), ("data", "explicit"), ("fsdp", "auto")])
 @pytest.mark.parametrize("text", METHODS)
 def test_a_mesh_trains_as_one_device_does(text, layout, kind):

@@ -25,6 +25,7 @@ def gradients(model, step):
     )
 
 
+@pytest.mark.slow
 def test_gradients_and_state_are_those_of_one_program():
     whole, phased = model(), model()
     for step in range(9):
@@ -83,6 +84,7 @@ def test_a_layer_that_is_left_dense_stays_dense():
     assert nm.nnx.phase(fits, 0).nm_site.now.dw_g == nm.parse(text).dw_g
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "starts"),
     [("sdgf(2,4,'geometric',steps=300,k=4)", (100, 200)), ("mdgf(2,4,linear(1,0,60,begin=10))", (11, 70))],

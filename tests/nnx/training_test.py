@@ -180,6 +180,7 @@ def test_variables_may_be_numpy_arrays():
     np.testing.assert_array_equal(nm.nnx.harden(model).kernel[...], expected)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_kernel_have_the_error_of_its_gradient():
     class Tied(nnx.Module):
         def __init__(self):

@@ -89,6 +89,7 @@ class Net(nnx.Module):
         return self.head(jnp.sin(self.second(jnp.sin(self.first(x)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "tokens", "first", "others"),
     [
@@ -132,6 +133,7 @@ def test_a_plan_lists_what_stays_dense():
     assert sparse.training == plan.training
 
 
+@pytest.mark.slow
 def test_a_function_prunes_what_fits():
     """`nm.transform` leaves the same dense, with state and without."""
     params, x = {"a": whole(1, 6, 8), "b": whole(2, 8, 4)}, whole(0, 8, 6)
@@ -155,6 +157,7 @@ def test_what_else_dense_refuses():
     assert nm.Sparsity(y_w=ste, else_dense=()) == nm.Sparsity(y_w=ste)
 
 
+@pytest.mark.slow
 def test_a_linen_model_prunes_what_fits():
     """The variables of a layer that stays dense are those of a dense rule."""
     model, x = nn.Sequential([nn.Dense(8), jnp.sin, nn.Dense(8)]), whole(0, 8, 6)
@@ -175,6 +178,7 @@ def test_a_linen_model_prunes_what_fits():
     assert not plan.refused
 
 
+@pytest.mark.slow
 def test_a_slot_that_no_call_can_prune_is_dense_before_any_call():
     """Both operands have rows for a kernel of 1, and for no larger one, however many tokens there are."""
     model = nnx.Sequential(nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0)), nnx.Conv(8, 8, (1, 1), rngs=nnx.Rngs(0)))

@@ -41,6 +41,7 @@ def by_hand(text, x, g, dims=MATMUL):
     return jnp.einsum("ti,to->io", kept.reshape(-1, x.shape[-1]), prune("dw_g", g).reshape(-1, g.shape[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", SLOTS)
 @pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32), (4, 6, 32)])
 def test_dw_is_that_of_operands_pruned_by_hand(text, shape):
@@ -78,6 +79,7 @@ def test_x_is_kept_where_the_backward_pass_needs_it():
         assert any(leaf.shape == x.shape for leaf in jax.tree.leaves(back))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [(1, 2), (2, 4), (4, 8), (3, 16), (9, 32), (1, 128)])
 @pytest.mark.parametrize("shape", ["plain", "two contracted, permuted", "permuted batch"])
 def test_packing_gives_the_operand_back(pattern, shape):
@@ -102,6 +104,7 @@ def test_a_packed_form_that_is_not_smaller_is_not_made():
     assert packed_pattern((30, 32), jnp.zeros((64, 3)), Operand((0,), (1,), ())) == (30, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 12, 3), (4, 6, 3)])
 def test_groups_in_one_axis_or_over_several_are_packed(shape):
     operand = Operand((0, 1), (2,), ())
@@ -110,6 +113,7 @@ def test_groups_in_one_axis_or_over_several_are_packed(shape):
     np.testing.assert_array_equal(unpack(pack(x, operand, (2, 4)), x.shape, operand, (2, 4)), x)
 
 
+@pytest.mark.slow
 def test_bits_that_do_not_fill_bytes_are_not_packed():
     assert packed_pattern((2, 4), jnp.zeros((12, 3)), Operand((0,), (1,), ())) is None
     assert packed_pattern((2, 4), jnp.zeros((2, 12, 3)), Operand((0, 1), (2,), ())) == (2, 4)  # 24 tokens
@@ -119,6 +123,7 @@ def test_bits_that_do_not_fill_bytes_are_not_packed():
     np.testing.assert_allclose(dw, by_hand("dw_x=mse(2,4)", x, g), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bytes_that_would_lie_on_two_devices_are_not_packed():
     """12 tokens on each device are whole groups of four, and one and a half bytes of bits."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
@@ -142,6 +147,7 @@ def test_shard_map_sums_dw_over_devices(text):
     np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["dw_x=rows(mvue(1,4))", "dw_x=mse(2,4)"])
 def test_remat_and_scan_keep_the_same(text):
     x, w = normal(0, 16, 32), jnp.stack([normal(1, 32, 32), normal(2, 32, 32)]) / 32**0.5  # tanh is far from 1 and -1

@@ -407,6 +407,7 @@ def test_a_product_that_contracts_nothing_has_no_groups():
 BOTH = nm.Sparsity(dx_g=nm.mvue(2, 4), dw_g=nm.mvue(2, 4))
 
 
+@pytest.mark.slow
 def test_the_same_key_and_step_draw_the_same_noise():
     x, w, g = normal(0, 16, 16), normal(1, 16, 16), normal(2, 16, 16)
     first = of_matmul(x, w, g, BOTH, jax.random.key(5), 3)
@@ -522,6 +523,7 @@ def test_a_backward_slot_rules_out_forward_mode():
         jax.jvp(f, (jnp.ones((8, 8)),), (jnp.ones((8, 8)),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bdwp(2,4)", "mvue(2,4)", "s_ste(2,4)", "dx_w=raw(identity)", "dw_x=mse(2,4)"])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_a_backward_slot_rules_out_second_derivatives(method, jit):
@@ -659,6 +661,7 @@ def layered(sparsity, loop, remat):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", LAYERED)
 def test_scan_is_unrolled_and_remat_is_not(method):
     sparsity = nm.parse(LAYERED[method])
@@ -748,6 +751,7 @@ def test_values_that_differ_are_traced_apart():
 # ---- state ----
 
 
+@pytest.mark.slow
 def test_fst_holds_its_mask_and_renews_it():
     transposable_of = lambda w: np.asarray(nm.transposable(2, 4).mask(w, 0))
     sparsity, every = nm.methods.fst(2, 4, every=3), 3
@@ -910,6 +914,7 @@ def test_an_operand_of_integers_has_no_gradient(method):
     chex.assert_trees_all_close(jax.grad(loss)(w, x), jax.grad(loss)(w, x.astype(F32)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_norms_of_sdgp_do_not_mix_the_matrices_of_a_batch():
     """A product with two batch axes is that of each of its parts along the second one."""
     x, w = normal(0, 2, 3, 4, 8), normal(1, 2, 3, 8, 4)
@@ -924,6 +929,7 @@ def test_the_norms_of_sdgp_do_not_mix_the_matrices_of_a_batch():
     np.testing.assert_allclose(whole, np.stack(parts, 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_do_not_lie_in_two_feature_groups():
     def call(outputs):
         x, w = jnp.ones((1, 5, 8)), normal(0, 1, 4, outputs)

@@ -82,6 +82,7 @@ def same(ours, wanted):
         np.testing.assert_array_equal(a, b, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["wanda(2,4)", "ria(2,4)"])
 def test_pruners_with_norms_look_at_one_expert_at_a_time(text):
     """Also if the weights of one expert are much larger than those of the others."""
@@ -120,6 +121,7 @@ def test_the_layout_of_all_sizes(m):
     assert space == -(-fullest // m) * m  # not a group more than is needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32, jnp.int32])
 def test_sizes_of_any_integers_and_too_large_ones(dtype):
     x, w, g = operands()
@@ -194,6 +196,7 @@ def test_pruned_tokens_are_those_of_one_expert(sizes):
 STOCHASTIC = {"mvue(2,4)": 2, "uniform(2,4,rescale=True)": 1, "mvue(1,4)": 1, "mvue(1,2)": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["uneven", "tokens without an expert"])
 @pytest.mark.parametrize("p", STOCHASTIC)
 def test_the_noise_of_a_group(p, sizes):
@@ -264,6 +267,7 @@ def test_norms_are_those_of_groups():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_scales_of_a_whole_tensor_are_shared_by_experts():
     """A scale of a whole tensor is of all experts: the scale of soft, and that of fp8."""
     x, w, g = operands()
@@ -281,6 +285,7 @@ def test_scales_of_a_whole_tensor_are_shared_by_experts():
 # ---- transformations ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "s_ste(2,4); dx_g=mvue(2,4); dw_x=mse(2,4)"])
 def test_jit_vmap_scan_and_remat(text):
     """All give what single calls give. vmap needs all operands mapped, as jax.lax.ragged_dot does."""
@@ -331,6 +336,7 @@ def test_steps_are_mapped_by_lax_map_and_not_by_vmap(text):
     np.testing.assert_allclose(lax.map(of_step, jnp.arange(3)), jnp.stack(wanted), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives():
     """Without backward slots the rule is autodiff. With one, derivatives beyond the first are refused."""
     x, w, g = operands()

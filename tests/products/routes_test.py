@@ -237,6 +237,7 @@ def test_in_a_shard():
     near(everything(f("interpret"), x, w), everything(f("xla"), x, w), bits=7)
 
 
+@pytest.mark.slow
 def test_in_shards_on_gpus():
     """Lowered for four: each packs its own tokens, and dw is summed over them."""
     mesh = AbstractMesh(
@@ -470,6 +471,7 @@ def test_a_convolution_of_kernel_1_is_a_product(text, kernel):
     near(everything(f("interpret"), x, w), everything(f("xla"), x, w))
 
 
+@pytest.mark.slow
 def test_pallas_or_an_error():
     x, w = random((64, 64)), random((64, 64), 1)
     call = lambda text, backend="pallas": nm.dot_general(
@@ -603,6 +605,7 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
     routes._routes.cache_clear()
 
 
+@pytest.mark.slow
 def test_transposable_is_packed_both_ways_out_of_one_reading():
     """By one kernel, which prunes too; and by XLA's pruner where y alone is wanted."""
     s, x, w = nm.parse("y_w=ste(transposable(2,4))"), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2

@@ -116,6 +116,7 @@ def test_features_of_a_grouped_product_are_compacted(text):
     close(*both(f, normal(0, 8, 8), normal(1, 3, 8, 12)))
 
 
+@pytest.mark.slow
 def test_dw_of_a_grouped_product_is_unbiased_by_both():
     x, w, g, sizes = normal(0, 10, 3), jnp.zeros((3, 3, 2)), normal(1, 10, 2), jnp.array([5, 0, 4])
 
@@ -143,6 +144,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_transformations_change_nothing(way):
     text = "dw_x=rows(mvue(1,4)); y_w=ste(rows(mse(2,4))); dx_g=rows(mvue(2,4),by='both')"
@@ -166,6 +168,7 @@ def test_no_tokens_are_no_error():
         assert f(jnp.zeros((0, 8)), jnp.zeros((8, 24))).shape == (0, 24)
 
 
+@pytest.mark.slow
 def test_a_dropped_row_is_not_read():
     """So NaN there is seen by the emulated product only."""
     x, w, g = normal(0, 8, 4).at[0].set(jnp.nan), normal(1, 4, 8), normal(2, 8, 8).at[0].multiply(1e-3)
@@ -174,6 +177,7 @@ def test_a_dropped_row_is_not_read():
     assert found == [False, True]
 
 
+@pytest.mark.slow
 def test_forward_mode_works_if_only_y_is_compacted():
     x, w = normal(0, 16, 8), normal(1, 8, 24)
     f = dot_of(MATMUL, "y_x=ste(rows(mse(2,4)))")
@@ -225,6 +229,7 @@ def test_texts_that_devices_share(text, kind, tokens):
     close(found, fast_jit(run("xla"))(x, w, g))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["compact", "xla"])
 @pytest.mark.parametrize("text", ["dw_g=rows(mse(1,4),by='both')", "dw_x=rows(mse(1,4),by='both')"])
 @pytest.mark.parametrize("kind", ["texts", "merged texts", "batched", "convolution"])
@@ -342,6 +347,7 @@ def test_axes_of_space_in_another_order_are_refused():
         f(w, "dw_g=rows(mvue(1,4))", "compact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["y_w=ste(rows(hold(mse(2,4))))", "y_w=ste(rows(soft(2,4)))"])
 def test_each_matrix_of_a_batch_has_rows_and_state_of_its_own(text):
     w, x, sparsity = normal(0, 3, 8, 5), normal(1, 3, 6, 8), nm.parse(text)
@@ -404,6 +410,7 @@ def test_the_plan_says_what_is_saved_here():
         assert "dw cannot be compacted" in refused[0][1]
 
 
+@pytest.mark.slow
 def test_a_stage_of_rows_multiplies_the_rows_of_its_own_groups():
     """The groups of a row of `stages` are smaller than those that fit all rows."""
     stages = nm.stages(((0, nm.rows(nm.hold(nm.mse(2, 4)))), (100, nm.rows(nm.hold(nm.mse(1, 8))))))

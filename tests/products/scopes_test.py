@@ -53,6 +53,7 @@ def named(names, *scopes):
     return any(all(re.search(rf"(^|[/(]){re.escape(s)}([/)]|$)", name) for s in scopes) for name in names)
 
 
+@pytest.mark.slow
 def test_every_pruned_layer_and_every_slot_is_named_in_the_compiled_program():
     names = names_in(step(ALL))
     for path in PATHS:
@@ -81,12 +82,14 @@ def test_renewing_state_is_named_as_its_slot():
     assert any("mlp/0/" in name and "/y_w/" in name and "jvp" not in name for name in names)
 
 
+@pytest.mark.slow
 def test_rounding_to_a_storage_format_is_named_as_its_slot():
     names = names_in(step("y_x=fp8('e4m3'); dw_g=chain(mvue(2,4),fp8('e5m2'))"))
     assert named(names, "mlp/1", "y_x")
     assert named(names, "mlp/1", "dw_g")
 
 
+@pytest.mark.slow
 def test_names_are_metadata_alone(monkeypatch):
     with_names = step(ALL)
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
@@ -95,6 +98,7 @@ def test_names_are_metadata_alone(monkeypatch):
     assert with_names.as_text() == without.as_text()
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_is_named_once():
     make = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), in_axes=0)
     stack = nm.nnx.sparsify(make(jax.random.split(jax.random.key(0), 3)), nm.Recipe(((r".*", "dw_g=mvue(2,4)"),)))
@@ -104,6 +108,7 @@ def test_a_stack_of_layers_is_named_once():
     assert named(names_in(text), "the model", "dw_g")
 
 
+@pytest.mark.slow
 def test_flax_linen_names_layers_itself():
     layer, x = nn.Sequential([nn.Dense(8)]), jnp.ones((4, 8))
     loss = lambda params, x: layer.apply({**variables, "params": params}, x).sum()

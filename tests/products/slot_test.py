@@ -91,6 +91,7 @@ def _all(p):
     return [p, *(q for part in p.parts for q in _all(part))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in ROWS if row.core is not None and row.path], ids=str)
 def test_the_core_reads_the_key_and_the_state_that_a_call_gives_it(row):
     """The path leads to what `chain` itself hands to the core."""

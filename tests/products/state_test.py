@@ -55,6 +55,7 @@ def test_parts_that_draw_draw_apart():
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_the_second_scale_is_of_what_the_forward_product_uses():
     """<v, s> / <s, s> of v, the weight after its 1:4 pruning, along the outputs."""
     s = nm.Sparsity(y_w=nm.ste(nm.mse(1, 4)), dx_w=nm.soft(2, 4))
@@ -66,6 +67,7 @@ def test_the_second_scale_is_of_what_the_forward_product_uses():
     np.testing.assert_allclose(state["dx_w"], (value * shrunk).sum() / (shrunk**2).sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_state_is_made_along_the_axes_of_the_product():
     """The same weight, stored either way round, has the same mask."""
     s = nm.methods.fst()

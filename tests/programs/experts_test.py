@@ -44,6 +44,7 @@ def by_hand(sites, text):
     return f
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4); dx_g=mvue(2,4)", "fst(2,4,every=2)", "bdwp(2,4)"])
 def test_the_products_of_experts_are_pruned(text):
     """The sites, the value and the gradients are those of nm.ragged_dot."""
@@ -68,6 +69,7 @@ def test_the_products_of_experts_are_pruned(text):
     np.testing.assert_array_equal(jax.jit(sparse)(hard, X, sites=left), jax.jit(mixture)(hard, X))
 
 
+@pytest.mark.slow
 def test_through_scans_checkpoints_and_changes_of_layout():
     """A stack of mixtures, whose sizes a traced router decides, with kernels that are kept transposed."""
 
@@ -137,6 +139,7 @@ def test_the_operands_of_one_product_are_told_once():
     assert [row.flops for row in sparse.plan(PARAMS, X, SIZES).layers] == [2 * row.flops for row in once.layers]
 
 
+@pytest.mark.slow
 def test_the_model_with_pruned_experts():
     """nm.transform prunes the experts of nmjax.models.MoE, and its gradient is that of the pruned weights."""
     size = {"width": 8, "depth": 2, "heads": 2, "hidden": 16, "experts": 4, "top": 2}

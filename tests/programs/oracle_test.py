@@ -278,6 +278,7 @@ def check(way, seeds):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_few_programs_are_right_or_refused(way):
     counts = check(way, range(8))

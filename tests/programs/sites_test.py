@@ -44,6 +44,7 @@ def test_what_a_pruner_says_of_itself(text):
     ) == SAID[text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [t for t, said in SAID.items() if said[0]])
 def test_a_pattern_holds(text):
     p = nm.parse_pruner(text)

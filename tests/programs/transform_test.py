@@ -398,6 +398,7 @@ def refuses(sparse, params, x, said):
             sparse(params, x)
 
 
+@pytest.mark.slow
 def test_products_along_different_axes_of_a_parameter():
     """Refused, unless the caller says that each product may have a mask of its own."""
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
@@ -444,6 +445,7 @@ def test_layers_of_a_stack_that_are_transposed_before_some_products():
     check(f, {"w": draw(0, 3, 16, 16) / 3}, draw(1, 8, 16), {"w": 1}, rest="several layouts")
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_the_parameter_along_another_axis_than_init():
     f = lambda p, x, back: x @ (p["w"].T if back else p["w"])
     params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
@@ -522,6 +524,7 @@ def test_a_derivative_that_reaches_no_pruned_product_may_stand_inside(case):
     check(ALLOWED[case], {"w": draw(0, 16, 16) / 3}, draw(1, 8, 16), {"w": 0})
 
 
+@pytest.mark.slow
 def test_a_transformed_function_may_be_differentiated_anywhere():
     """The marks of a derivative are those inside the function, not those around it."""
     f = lambda p, x: jnp.tanh(jax.checkpoint(lambda w, x: jnp.sin(x @ w))(p["w"], x) @ p["w"]).sum()
@@ -557,6 +560,7 @@ ENERGIES = {
 """By method: what is left of a dropped value at step 5, and of its gradient."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ENERGIES)
 def test_the_gradient_of_a_transformed_energy(text):
     """The force, a loss on it, and the gradient of that loss are those of an energy of weights pruned by hand."""
@@ -577,6 +581,7 @@ def test_the_gradient_of_a_transformed_energy(text):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found, (wanted, grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["s_ste(2,4)", "dw_g=mvue(2,4)", "sdgp(2,4)", "bdwp(2,4)"])
 def test_a_loss_on_the_gradient_of_an_energy_needs_empty_backward_slots(text):
     params, x = {"a": draw(0, 16, 8), "b": draw(1, 8, 4)}, draw(2, 8, 16)
@@ -605,6 +610,7 @@ def test_vectors_of_a_scanned_stack_are_no_matrices():
 # ---- other libraries, flags and shapes ----
 
 
+@pytest.mark.slow
 def test_a_linen_model_is_such_a_function():
     model = linen.Sequential([linen.Dense(16), linen.relu, linen.Dense(8)])
     x = draw(0, 4, 16)

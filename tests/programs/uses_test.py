@@ -74,6 +74,7 @@ def test_what_prunes_no_weight_may_be_tied():
         nm.nnx.harden(nm.nnx.sparsify(Tied(nnx.Rngs(0)), recipe, X), X)
 
 
+@pytest.mark.slow
 def test_weights_of_layers_alone_are_hardened():
     model = nm.nnx.sparsify(Untied(nnx.Rngs(0)), RECIPE, X)
     model(X)  # its methods are compiled now
@@ -131,6 +132,7 @@ class StackedLinen(nn.Module):
         return nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()(x, None)[0]
 
 
+@pytest.mark.slow
 def test_a_tied_head_of_linen_is_refused():
     with nm.linen.sparsify(RECIPE):
         variables = TiedLinen().init(jax.random.key(0), X)
@@ -204,6 +206,7 @@ class Stack(nnx.Module):
         )
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_is_hardened():
     model = nm.nnx.sparsify(Stack(nnx.Rngs(0)), RECIPE, X)
     assert nm.nnx.violations(nm.nnx.harden(model, X))["layers/kernel"] == 0

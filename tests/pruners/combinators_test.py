@@ -33,6 +33,7 @@ def group_norm(x):
     return np.repeat(np.abs(x.reshape(*x.shape[:-1], -1, 4)).sum(-1), 4, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "space"),
     [((8,), ()), ((6, 8), ()), ((1, 16), ()), ((3, 5, 8), (1,)), ((2, 3, 4, 8), (1, 2)), ((2, 3, 2, 2, 8), (1, 2, 3))],
@@ -47,6 +48,7 @@ def test_every_group_has_a_norm_or_with_axes_of_space_every_sample_and_channel(s
     )
 
 
+@pytest.mark.slow
 def test_the_axes_of_the_product_decide_and_not_the_number_of_axes():
     x = jnp.asarray(normal(2, 6, 8))
     run = lambda over, space: nm.rescale(nm.mse(2, 4), over)(x, -1, nm.Ctx(axes=Axes(1, space)))
@@ -102,6 +104,7 @@ class average(nm.Pruner):
         return sum(p(x, axis, ctx) for p in self.pruners) / len(self.pruners)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p", "pattern", "kept"),
     [
@@ -121,6 +124,7 @@ def test_a_chain_promises_the_zeros_that_later_parts_keep(p, pattern, kept):
     assert np.count_nonzero(y.reshape(64, -1, m), -1).max() == n
 
 
+@pytest.mark.slow
 def test_a_product_whose_chain_ends_the_pattern_is_not_packed():
     draw = lambda seed: jax.random.normal(jax.random.key(seed), (128, 128), jnp.bfloat16)
     sparsity = nm.Sparsity(dw_g=nm.chain(nm.mse(2, 4), plus()))
@@ -143,6 +147,7 @@ def test_pruners_in_a_tuple_are_parts():
     assert model.nm_site.words is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "p",
     [
@@ -163,6 +168,7 @@ def test_an_int_seed_is_the_key_of_its_words(p):
         assert jax.grad(lambda x, call=call: call(x).sum())(x).shape == x.shape
 
 
+@pytest.mark.slow
 def test_an_order_is_chosen_by_the_pruner_of_its_step():
     w = jnp.asarray(np.random.default_rng(0).standard_normal(64) * (np.random.default_rng(1).random(64) < 0.6))
     late = nm.permute(nm.stages(((0, nm.identity), (10, nm.mse(2, 4)))), every=10)

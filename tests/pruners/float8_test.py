@@ -33,6 +33,7 @@ def test_random_rounding_takes_both_neighbours_and_is_exact_on_average(format, d
     assert (np.abs(drawn.mean(0) - x) <= (above - below) / count + np.abs(x) * 1e-6).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", DTYPES)
 def test_random_rounding_of_float64_is_that_of_float32(format):
     x = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
@@ -45,6 +46,7 @@ def test_random_rounding_of_float64_is_that_of_float32(format):
         np.testing.assert_allclose(np.asarray(wide), narrow, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_takes_an_empty_batch():
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "s_ste(2,4,fp8=True)"}))
     assert model(jnp.ones((0, 8))).shape == (0, 4)

@@ -11,6 +11,7 @@ W = jax.random.normal(jax.random.key(0), (5, 6, 8, 4))
 NORMS = jnp.arange(1.0, 9.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [nm.wanda(2, 4), nm.ria(2, 4)])
 def test_prune_is_the_call_of_the_pruner(p):
     """Outputs are all other axes of an array that no product prunes."""

@@ -21,6 +21,7 @@ def zeroed(p):
     return not np.asarray(jax.jit(lambda x: p(x, -1, KEY))(SUBNORMAL)).any()  # numpy compares subnormals too
 
 
+@pytest.mark.slow
 def test_which_pruners_take_subnormal_numbers_as_zero():
     assert all(map(zeroed, (nm.mvue(2, 4), nm.mvue_approx(2, 4), nm.soft(2, 4), nm.uniform(2, 4))))
     assert not any(map(zeroed, (nm.mse(2, 4), nm.uniform(2, 4, rescale=False))))
@@ -30,6 +31,7 @@ def test_which_pruners_take_subnormal_numbers_as_zero():
     assert packed.values.tolist() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "p", [nm.mvue(2, 4), nm.mvue_approx(2, 4), nm.uniform(2, 4), nm.rescale(nm.mse(2, 4), "group")]
 )

@@ -9,6 +9,7 @@ import nmjax as nm
 from tests.pruners.unbiased_test import measured_inclusion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "beta"),
     [

@@ -33,6 +33,7 @@ def test_norms_are_those_of_float64_at_every_size():
     assert norms(jnp.asarray(x, jnp.bfloat16), (0,)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_are_finite_at_every_size():
     p = nm.rows(nm.soft(2, 4, scale="one"))
     for size in (2e19, 1e-25, 0.0):
@@ -54,6 +55,7 @@ def test_mse_keeps_the_longest_rows_as_they_are():
     np.testing.assert_array_equal(nm.rows(nm.mse(2, 4))(x, 0), np.where(kept.reshape(8, 1), x, 0))
 
 
+@pytest.mark.slow
 def test_soft_scales_a_row_as_its_norm_is_scaled():
     x = normal(1, 8, 6)
     p = nm.rows(nm.soft(2, 4, scale="one"))
@@ -62,6 +64,7 @@ def test_soft_scales_a_row_as_its_norm_is_scaled():
     np.testing.assert_allclose(p(x, 0), np.asarray(x) * factor[:, None], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_finite_are_kept_first():
     x = normal(2, 8, 4).at[3, 1].set(jnp.nan).at[6, 0].set(jnp.inf).at[7].set(1e3)
     for p in (nm.mse(1, 4), nm.mvue(1, 4)):
@@ -71,6 +74,7 @@ def test_rows_that_are_not_finite_are_kept_first():
         np.testing.assert_array_equal(y[6], x[6])
 
 
+@pytest.mark.slow
 def test_zero_rows_stay_zero():
     x = jnp.zeros((8, 3)).at[5].set(2.0)
     for p in (nm.mse(2, 4), nm.mvue(2, 4), nm.uniform(2, 4), nm.soft(2, 4)):
@@ -135,6 +139,7 @@ def covariance(terms, p, n):
     return found
 
 
+@pytest.mark.slow
 def test_by_both_has_the_least_variance():
     size = np.random.default_rng(6).uniform(0.05, 4, (32, 2))
     x, g = normal(7, 32, 3) * size[:, :1], normal(8, 32, 5) * size[:, 1:]
@@ -171,6 +176,7 @@ def test_pruners_without_a_meaning_for_norms_are_refused(text, message):
         nm.parse_pruner(text)
 
 
+@pytest.mark.slow
 def test_both_is_for_backward_slots_of_products():
     with pytest.raises(ValueError, match="only a backward slot may read the norms of both operands"):
         nm.parse("y_x=ste(rows(mse(2,4),by='both'))")
@@ -178,6 +184,7 @@ def test_both_is_for_backward_slots_of_products():
         nm.prune(nm.rows(nm.mse(2, 4), by="both"), jnp.ones((4, 2)), axis=0)
 
 
+@pytest.mark.slow
 def test_axes_apart_have_rows_of_their_own():
     x = normal(9, 3, 8, 5)
     p = nm.rows(nm.mse(1, 4))
@@ -185,6 +192,7 @@ def test_axes_apart_have_rows_of_their_own():
     np.testing.assert_array_equal(found, jnp.stack([p(v, 0) for v in x]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1e-25, 1e-15), (1e25, 1e15)])
 def test_products_of_both_norms_neither_vanish_nor_overflow(sizes):
     """1e-40 and 1e40 are no numbers of float32. A factor of all rows changes no choice."""

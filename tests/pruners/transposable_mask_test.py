@@ -179,6 +179,7 @@ def test_the_mask_serves_both_axes(n, m, axis):
     np.testing.assert_array_equal(kept, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "m", "layout", "first", "second"), [(2, 4, "hwio", 2, 3), (2, 4, "oihw", 1, 0), (4, 8, "ohwi", 3, 0)]
 )

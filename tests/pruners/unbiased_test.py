@@ -187,6 +187,7 @@ AWKWARD = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "p", [*(nm.mvue(*v) for v in ((1, 2), (2, 4), (3, 4), (3, 8), (8, 32))), nm.mvue_approx(2, 4)], ids=repr
 )
@@ -444,6 +445,7 @@ def test_two_draws_of_the_largest_groups_are_those_of_small_ones():
         np.testing.assert_array_equal(large, small * np.float32(2.0**127))
 
 
+@pytest.mark.slow
 def test_the_draw_is_the_generators_uniform():
     x = jnp.ones((3, 8, 5))
     for axis, shape in ((1, (3, 2, 5)), (-2, (3, 2, 5))):
@@ -509,6 +511,7 @@ def test_two_draws_are_unbiased(scale):
     assert (np.abs(x) <= np.abs(x).sum(1, keepdims=True) * 2 / count)[~seen].all()
 
 
+@pytest.mark.slow
 def test_variance_of_two_draws():
     rng = np.random.default_rng(13)
     blocks = 100_000
@@ -553,6 +556,7 @@ def test_uniform_keeps_n_anywhere_alike(n, m):
     assert np.abs(z).max() < 4.5  # 174 places in all: 1.2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("n", "m"), [(3, 4), (5, 8), (3, 8)])
 def test_uniform_multiplies_before_it_rounds(n, m, dtype):

@@ -56,6 +56,7 @@ def test_structure_decay_phases():
     ]  # the last one lasts to the end
 
 
+@pytest.mark.slow
 def test_squared_relu_activations():
     """2:4 by magnitude of relu(y)**2 is relu(.)**2 of the two largest, signed: the paper's order of the two."""
     y = jax.random.normal(jax.random.key(0), (50, 16))

@@ -87,6 +87,7 @@ def test_pruners_come_back(p):
     assert repr(p) == str(p)
 
 
+@pytest.mark.slow
 @hypothesis.given(sparsities)
 def test_sparsities_come_back(s):
     assert nm.parse(str(s)) == s

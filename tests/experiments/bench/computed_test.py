@@ -22,6 +22,7 @@ def counts(text: str) -> Counted:
         return counted(jax.make_jaxpr(step)(*arguments).jaxpr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", steps.METHODS.values())
 def test_a_feed_forward_block_is_counted_from_its_shapes(text):
     """S-STE packs w for y, and g for dw, in both layers: 3.125 bytes a value.
@@ -49,6 +50,7 @@ def test_a_loop_counts_once_for_each_trip():
     assert counted(jax.make_jaxpr(f)(x).jaxpr) == Counted(dense=5, product_bytes=5 * 3 * 256)
 
 
+@pytest.mark.slow
 def test_a_kernel_is_lowered_once_for_all_layers_of_a_shape():
     """Six layers, and no more kernels in the program than two layers have."""
 
@@ -95,6 +97,7 @@ def test_all_rows():
     assert len(re.findall(r"(?m)^\| .*: (S-STE|FST|MdGf)", str(table))) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "step", "packed"),
     [

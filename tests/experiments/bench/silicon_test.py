@@ -89,6 +89,7 @@ def test_rows_of_another_family_do_not_run(tmp_path, found):
     assert lines["packing with noise"] == lines["tiles of ViT-B up: dw"] == "right"
 
 
+@pytest.mark.slow
 def test_rows_run_beside_each_other_after_what_they_need(tmp_path, monkeypatch, found):
     running, most, order, quick = set(), [0], [], processes.run
 

@@ -92,6 +92,7 @@ def test_each_call_goes_on_from_the_last():
     assert [call(), call(), call()] == [3, 6, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(measure.peak_bytes(lambda: None) is None, reason="the platform does not tell the peak of a process")
 def test_the_peak_of_a_call_is_that_of_its_memory():
     """Half of it is freed before the call ends."""
@@ -110,6 +111,7 @@ def test_a_copy_is_written_and_nearly_equal():
 # ---- arrays, steps and products ----
 
 
+@pytest.mark.slow
 def test_every_way_to_prune_keeps_what_pruners_keep():
     """Those that draw keep the sum of a group's magnitudes in expectation only: here the number of values is known."""
     x = jax.random.normal(jax.random.key(0), (64, 64))
@@ -200,6 +202,7 @@ def test_the_tables_as_they_are_printed():
     assert 0 < first < whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [400, 1000])
 def test_a_long_run_has_so_many_lines(tmp_path, monkeypatch, lines):
     monkeypatch.setattr(runs, "LINES", lines)

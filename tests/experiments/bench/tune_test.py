@@ -52,6 +52,7 @@ def test_layers_are_those_of_training(text, products):
     assert {product: choices[product].shape for product in products} == {p: layer[n] for p, n in products.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", tune.layer(128, 192, 256).values())
 def test_dense_products_are_those_of_what_was_packed(shape):
     packed, b = tune.Pool([shape]).pair(shape)

@@ -73,6 +73,7 @@ def fetched(server, path, addresses=None):
     return [start for _, start in server.asked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "manner", "asked"),
     [
@@ -92,11 +93,13 @@ def test_a_file_is_fetched_once_and_what_broke_off_is_continued(server, tmp_path
     assert fetched(server, tmp_path / "a.bin") == asked  # it is there
 
 
+@pytest.mark.slow
 def test_another_address_is_asked(server, tmp_path):
     fetched(server, tmp_path / "a.bin", [f"{server.address}nowhere/a.bin", f"{server.address}a.bin"])
     assert [path for path, _ in server.asked] == ["/nowhere/a.bin", "/a.bin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("held", "manner", "why"),
     [
@@ -143,6 +146,7 @@ def test_a_file_that_is_there_is_not_replaced(server, tmp_path):
             fetched(server, tmp_path / "a.bin")
 
 
+@pytest.mark.slow
 def test_the_command_gets_what_a_run_then_finds(server, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NMJAX_DATA", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -52,6 +52,7 @@ def taken(stream, steps):
     return [next(stream) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_stream_trains_in_the_order_of_positions(pictures):
     stream = lambda **kw: folder.stream(*pictures.train, 3, 4, 16, threads=2, **kw)
     batches = taken(stream(), 6)
@@ -71,6 +72,7 @@ def test_stream_evaluates_once_and_fills_up(pictures):
     np.testing.assert_allclose(np.concatenate([b["image"] for b in batches]).mean((1, 2, 3)), want, atol=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["png", "jpg"])
 @pytest.mark.parametrize("train", [True, False])
 def test_what_part_of_a_picture_is_seen(tmp_path, end, train):
@@ -132,6 +134,7 @@ def broken(pictures):
     return bad
 
 
+@pytest.mark.slow
 def test_for_a_skipped_picture_the_next_one_is_trained_on(pictures, broken):
     told = []
     skipped = folder.Skipped(told.append)

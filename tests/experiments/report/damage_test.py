@@ -139,6 +139,7 @@ def test_no_value_of_another_file_stops_a_report(tmp_path, capsys, seed, file, c
         assert field or not line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_value_of_a_field_stops_a_report_or_a_comparison(tmp_path, capsys, seed):
     """A run with odd values is shown or named. There is no traceback."""

@@ -58,6 +58,7 @@ def test_missing_seeds_are_no_bias():
         assert effect.difference == pytest.approx(of_method[a] - of_method[b])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 def test_intervals_cover_as_often_as_they_say():
     """Simulate 2,000 tables with missing runs. The tolerance is three standard errors of 2,000 draws, 1.5 points."""
@@ -117,6 +118,7 @@ def judged(draw, margin):
     return effects.effects(values, pairs)[0], effects.effects(values, pairs, [-margin])[0]
 
 
+@pytest.mark.slow
 def test_no_verdict_is_stronger_than_its_interval():
     """Over 3,000 random tables of one claim, where each verdict occurs."""
     draw, seen, margin = np.random.default_rng(11), set(), 0.5
@@ -147,6 +149,7 @@ def test_holm_corrects_what_was_asked():
     assert [effect.p for effect in found] == pytest.approx(effects.holm(ps))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 def test_intervals_of_a_method_of_twice_the_noise():
     """docs/evidence/method.md says how far the intervals fall short of 95 %: 11 methods with 5 seeds, 1,000 tables."""
@@ -188,6 +191,7 @@ def test_a_method_with_few_seeds_does_not_hide_a_noisy_one():
     assert effects.scattered(values) == {"wild"}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 def test_equal_methods_are_rarely_called_noisy():
     """At most 5 % of 1,000 tables, and three standard errors of so many draws, 2.1 points."""

@@ -81,6 +81,7 @@ def test_the_hardest_images_are_shown_with_their_losses(tmp_path):
 # ---- text ----
 
 
+@pytest.mark.slow
 def test_the_hardest_windows_are_shaded_by_their_losses(tmp_path):
     run = write_run(tmp_path / "run", about={"unit": "tokens"})
     pieces = [["a<b", None], [" no", 0.0], [" half", 1.0], [" half too", 1.01], [" all", 2.0], [HOSTILE, 2.0]]

@@ -319,6 +319,7 @@ def test_scores_far_away_do_not_flatten_the_picture(tmp_path):
     assert page.count("<use ") == 9
 
 
+@pytest.mark.slow
 def test_a_report_of_a_long_run_is_small(tmp_path, monkeypatch):
     """The points that are drawn have a limit, and each line is parsed once."""
     names = [f"blocks/{n}/mlp" for n in range(24)]

@@ -333,6 +333,7 @@ def test_the_pattern_of_a_mask_is_counted():
     assert mask_pattern(mask, 0, 4) == "groups of 4"
 
 
+@pytest.mark.slow
 def test_the_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     first, _ = written(run)

@@ -96,6 +96,7 @@ def test_devices_tell_each_other_no_more_than_they_must(name, loop):
     assert moved("all-reduce") <= 1.01 * m.config.accumulate * (wanted["all-reduce"] + 2 * wanted["reduce-scatter"])
 
 
+@pytest.mark.slow
 def test_groups_on_two_devices_are_refused_with_what_to_write():
     """The layer out of the attention has 64 in-features: 2 x 32 are whole groups of 32, and 4 x 16 are not."""
     text = "--config.sparsity.blocks=y_w=ste(mse(16,32))"
@@ -106,6 +107,7 @@ def test_groups_on_two_devices_are_refused_with_what_to_write():
         program("configs/vit_24.py:smoke", "--config.mesh.tensor=4", text)
 
 
+@pytest.mark.slow
 def test_fsdp_cuts_where_groups_stay_whole():
     m = program("configs/vit_24.py:smoke", "--config.mesh.fsdp=4", "--config.sparsity.blocks=y_w=ste(mse(16,32))")
     up = m.shapes.params["blocks"][0]["mlp"]["up"]["kernel"]

@@ -102,6 +102,7 @@ def test_tokens_of_pairs():
 # ---- a run ----
 
 
+@pytest.mark.slow
 def test_it_begins_with_the_checkpoint_and_a_new_head_of_the_seed():
     made = program(CONFIG_FILE)
     first, other = made.init(jnp.uint32(0)), made.init(jnp.uint32(1))
@@ -177,6 +178,7 @@ def test_without_a_validation_split_the_best_model_is_written_too(tmp_path):
     assert not np.allclose(load.load_run(tmp_path, "last").predict(tokens), written, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_language_learns_with_a_teacher(tmp_path):
     """A GPT with the tokenizer of letters learns from itself: the teacher's part of the loss begins at 0."""
     shutil.copytree("tests/checkpoints/golden/gpt2-alone", tmp_path / "gpt")
@@ -246,6 +248,7 @@ def test_the_loss_with_a_teacher_is_that_of_its_parts_and_accumulated_steps_are_
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_other_classes_or_tokens_is_refused(tmp_path):
     folder = teacher_of(tmp_path / "teacher", 1)
     config = json.loads((folder / "config.json").read_text())
@@ -265,6 +268,7 @@ def test_a_teacher_of_other_classes_or_tokens_is_refused(tmp_path):
         program(CONFIG_FILE, f"--config.teacher.weights={folder}")
 
 
+@pytest.mark.slow
 def test_distance_skips_padding_and_compares_equal_depths():
     teacher = jnp.ones((5, 1, 2, 3))
     hidden = teacher[:3].at[:, :, 1].set(100.0)
@@ -276,6 +280,7 @@ def test_distance_skips_padding_and_compares_equal_depths():
     assert float(pretrained.distance(deep[jnp.array([0, 2, 4])], deep, None)) == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_config_is_damaged_is_told(tmp_path):
     shutil.copytree(BERT, tmp_path / "b")
     (tmp_path / "b/config.json").write_text("{")
@@ -304,6 +309,7 @@ SPOILT = {  # how a tokenizer.json is changed, and what is said
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "said"), SPOILT.values(), ids=SPOILT)
 def test_a_tokenizer_of_another_model_is_told(change, said, tmp_path):
     shutil.copytree(BERT, tmp_path / "b")
@@ -351,12 +357,14 @@ class Pairs(nnx.Module):
         return self.out((x * mask[..., None]).sum(1) / mask.sum(1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_a_head_without_hidden_states_has_no_teacher_of_them(tmp_path):
     words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs", "--config.teacher.hidden=1.0"]
     with pytest.raises(Mistake, match="config.teacher.hidden=1: .*:Pairs has no methods hidden and logits"):
         program("configs/finetune_dense.py:smoke", *words, f"--config.teacher.weights={teacher_of(tmp_path / 't', 1)}")
 
 
+@pytest.mark.slow
 def test_a_head_of_ones_own(tmp_path):
     words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs"]
     words += ["--config.sparsity.blocks=ste(2,4)", "--config.rules=(('encoder/blocks/.*','blocks'),('.*','dense'))"]

@@ -20,6 +20,7 @@ def look(logits, x, y):
     return hardest.of_labels(logits, y, {"images": x}, hardest.IMAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 50, 64])
 def test_errors_of_batches_are_those_of_all_images(size):
     """The last batch is filled up with images of label -1, which do not count."""
@@ -47,6 +48,7 @@ def test_errors_of_batches_are_those_of_all_images(size):
     np.testing.assert_allclose(errors["confidence"], shares.max(-1)[worst], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_fewer_images_than_are_kept():
     found = look(jnp.zeros((4, 3)), jnp.zeros((4, 2, 2, 1), jnp.uint8), jnp.array([0, 2, -1, -1]))
     every, errors = hardest.errors([found], 3, hardest.IMAGES)
@@ -55,6 +57,7 @@ def test_fewer_images_than_are_kept():
     assert hardest.errors([], 3, hardest.IMAGES) == ({}, {})
 
 
+@pytest.mark.slow
 def test_the_hardest_windows_and_their_tokens():
     rng = np.random.default_rng(1)
     windows, logits = rng.integers(97, 123, (9, 6)), rng.normal(size=(9, 5, 128)).astype(np.float32)
@@ -95,6 +98,7 @@ def test_a_decoder_that_drops_the_first_space_keeps_it_within():
     ]
 
 
+@pytest.mark.slow
 def test_the_pictures_of_a_run_have_the_errors_of_its_evaluation():
     """The share of the diagonal is the accuracy of the hardened weights on the test split."""
     run = shared(CONFIG_FILE)
@@ -109,6 +113,7 @@ def test_the_pictures_of_a_run_have_the_errors_of_its_evaluation():
     np.testing.assert_array_equal(found["labels"], run.task.set.test[1][:: 360 // 24][:24])
 
 
+@pytest.mark.slow
 def test_devices_and_runs_side_by_side_show_the_same_errors():
     one = shared(CONFIG_FILE)
     wanted = one.pictures(one.init(np.uint32(1)))

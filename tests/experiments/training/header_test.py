@@ -37,6 +37,7 @@ def test_a_plan_in_a_line():
     assert header.in_short(mixed) == f"2 of 4 layers 2:4, 1 of 4 layers 2:4 and 1:2{shown}"
 
 
+@pytest.mark.slow
 def test_the_header_says_how_the_run_learns():
     made = program("configs/vit_24.py:smoke", "--config.masked_decay=0.1", "--config.steps=100")
     rows = dict(header.rows(made))
@@ -62,6 +63,7 @@ def _nowhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_nowhere")
 @pytest.mark.parametrize(
     ("words", "data"),
@@ -104,6 +106,7 @@ def test_the_time_that_is_expected_of_chosen_rows():
     assert header.expected_time(plan("dw_g=mvue(1,4)")) == ""
 
 
+@pytest.mark.slow
 def test_the_memory_of_packed_inputs():
     made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=dw_x=mvue(2,4)")
     tokens, inputs = 16 * (8 // 2) ** 2, 5 * 64 + 256  # query, key, value, out and up read 64 features, down 256

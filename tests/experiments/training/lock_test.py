@@ -211,6 +211,7 @@ def whole(workdir):
     assert page == report.render(report.read(workdir))
 
 
+@pytest.mark.slow
 def test_finished_is_written_last_and_a_report_that_is_gone_is_made(tmp_path, monkeypatch, capsys):
     seen, replace = [], files.replace
 

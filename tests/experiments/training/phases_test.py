@@ -26,6 +26,7 @@ def rows_pay(monkeypatch):
     routes._routes.cache_clear()
 
 
+@pytest.mark.slow
 def test_programs_change_where_products_run_in_a_better_way():
     made = program(CONFIG_FILE, *ROWS)
     assert made.plan.phases == (2, 3, 5)
@@ -44,6 +45,7 @@ def test_programs_change_where_products_run_in_a_better_way():
     assert "from step 3 pruned products: 6 compacted to the chosen rows, 6 emulated" in words
 
 
+@pytest.mark.slow
 def test_a_compilation_that_fails_in_the_background_does_not_end_the_run(monkeypatch):
     """The first step of the phase compiles again, in the thread of the run, where an error is raised."""
     made = program(CONFIG_FILE, *ROWS)
@@ -57,6 +59,7 @@ def test_a_compilation_that_fails_in_the_background_does_not_end_the_run(monkeyp
     assert np.isfinite(figures["loss"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_continued_begins_in_its_phase():
     made = program(CONFIG_FILE, *ROWS)
     arrays = next(iter(made.task.feed(0, 4, made.mesh)))

@@ -38,12 +38,14 @@ def runs(tmp_path_factory):
     return folder / "without", folder / "with", printed
 
 
+@pytest.mark.slow
 def test_a_profile_changes_no_number_of_the_run(runs):
     without, traced, _ = runs
     assert arrays(without) == arrays(traced)
     assert timeless(without) == timeless(traced)
 
 
+@pytest.mark.slow
 def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     _, traced, printed = runs
     said = [text for text in printed if text.startswith("--profile")]
@@ -103,6 +105,7 @@ def test_lines_of_metrics_tell_the_memory_and_no_share_of_an_unknown_peak(runs):
     assert "of the process" in summary["peak memory"]
 
 
+@pytest.mark.slow
 def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(device, "peak_flops", lambda kind, dtype: 1e11)
     command.main(["launch.py", *CONFIG, "--config.steps=8", "--config.evaluate=8", f"--workdir={tmp_path}"], "")
@@ -140,6 +143,7 @@ def test_traced_steps_come_after_warm_ones_if_there_are_enough(asked, start, tot
     assert len(said) == (count > 0)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_leaves_no_trace_open(tmp_path):
     said = []
     profile = Profile(2, SimpleNamespace(total=9), tmp_path, SimpleNamespace(line=said.append))
@@ -306,6 +310,7 @@ def test_the_peak_of_all_devices(monkeypatch):
     assert device.peak_of(mesh, "float32") == 2e12 * len(jax.devices())
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_fullest_device_or_of_the_process():
     told = lambda peak: SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": peak, "bytes_in_use": 1})
     assert device.peak_memory([told(5), told(9)]) == {"device_memory": 9}

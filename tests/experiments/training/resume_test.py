@@ -176,6 +176,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_checkpoint_that_cannot_be_read_is_renamed(how, tmp_path):
     saved(tmp_path / "good", 1, 2)
@@ -232,6 +233,7 @@ def test_what_the_run_did_not_make_stays(tmp_path):
     assert "step 2,024 is damaged" in told[-1]
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_seal_alters_what_is_read(tmp_path):
     """A seal with figures of steps that have no line yet: all its bits, one at a time."""
     saved(tmp_path, 1)
@@ -253,6 +255,7 @@ def test_no_flipped_bit_of_a_seal_alters_what_is_read(tmp_path):
     assert checkpoints_module.read_seal(folder) is None
 
 
+@pytest.mark.slow
 def test_lines_that_are_json_and_no_lines_of_a_run(tmp_path):
     """A run goes on without them, says so, and keeps the file; a report says which they are."""
     words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.measure=0"]

@@ -118,6 +118,7 @@ def test_averaged_weights_follow_and_are_those_evaluated():
     assert made.evaluate(state)["accuracy"] > 0.7 * plain["accuracy"] > 0.3
 
 
+@pytest.mark.slow
 def test_the_scales_of_sparse_layers_are_not_averaged():
     """A stage makes a new one. The averaged model has it at once, as the model in training does."""
     stages = "y_w=ste(stages(((0,identity),(2,soft(2,4)))))"
@@ -171,6 +172,7 @@ def test_a_dense_start_is_measured_as_dense():
     assert {float(v) for v in found.values()} == {1.0}
 
 
+@pytest.mark.slow
 def test_the_first_layer_costs_no_dx_with_any_optimizer():
     words = ["configs/vit_24.py:smoke", "--config.rules=(('positions','dense'),('.*','sdgp(1,2)'))"]
     adam, step_adam = (program(*words, *more) for more in ([], ["--config.optimizer=step_adam(after=1,before=2)"]))
@@ -233,6 +235,7 @@ def test_measures_by_layer():
     assert all(0.3 < float(v) < 0.7 for v in flips.values())  # independent masks: each keeps half
 
 
+@pytest.mark.slow
 def test_weights_that_are_drawn_have_no_flips():
     """They may have no mask, as with mvue. Everything else is measured."""
     made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=y_w=ste(mvue(2,4))")

@@ -81,6 +81,7 @@ PARAMS = {"up": {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0])}}
 GRADS = {"up": {"kernel": jnp.array([3.0, 4.0]), "bias": jnp.array([0.0])}}
 
 
+@pytest.mark.slow
 def test_sgd_clips_first_and_decays_kernels_only():
     c = common.run()
     c.optimizer = "sgd(weight_decay=0.1)"
@@ -90,6 +91,7 @@ def test_sgd_clips_first_and_decays_kernels_only():
     np.testing.assert_allclose(found["bias"], [0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [("adamw", ""), ("lion", ""), ("step_adam", ", after=10%, before=50%")])
 def test_decay_is_of_kernels_only(name, more):
     c = common.run()
@@ -110,6 +112,7 @@ def test_masked_decay_comes_after_clipping():
     np.testing.assert_allclose(found["kernel"], -0.5 * np.array([0.6, 0.8 - 0.2]), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["lars(weight_decay=0.1)", "adafactor(weight_decay_rate=0.1)", "adadelta(weight_decay=0.1)"]
 )

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import nmjax as nm
@@ -33,6 +34,7 @@ def by_path(tree):
     return {nm.metrics.path(path): value for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+@pytest.mark.slow
 def test_a_state_with_the_noise_of_another_seed():
     """The words of pruning noise and the keys of dropout are those of the other seed. All else stays."""
     old, other = state(0), state(1)
@@ -50,6 +52,7 @@ def test_a_state_with_the_noise_of_another_seed():
             assert bool(jnp.any(before[path] != wanted[path]))
 
 
+@pytest.mark.slow
 def test_the_noise_of_each_layer_is_that_of_the_seed():
     program = shared("configs/vit_24.py:smoke")
     found = []

@@ -77,6 +77,7 @@ def test_a_folder_with_another_share(pictures, share, said):
     assert [said in note for note in task.notes[1:]] == ([True] if said else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config_file", "share"), [("vit_24.py:folder", 0.1), ("vitb_imagenet.py", 0.01)])
 def test_a_plan_without_the_folder_has_its_counts(config_file, share):
     sizes = ["--config.data.examples=1_281_167", "--config.data.classes=1000", "--config.data.dir=/nowhere"]
@@ -173,6 +174,7 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     assert stable(again) == stable(lines)
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_do_not_stop_early(tmp_path):
     config = read(*SMALL, "--config.stop=4")
     runs = [modes.Run(name, config, tmp_path / name) for name in "ab"]
