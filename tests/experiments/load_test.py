@@ -142,8 +142,9 @@ def test_weights_are_those_that_the_evaluation_uses(trained, name):
 
 
 def test_a_run_of_several_devices_lies_on_one_and_starts_no_mesh(trained, monkeypatch):
+    workdir = trained("averaged")
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **__: pytest.fail("a mesh"))
-    run = load_run(trained("averaged"))
+    run = load_run(workdir)
     assert run.config.mesh.fsdp == 4
     places = {device for leaf in jax.tree.leaves(nnx.state((run.model, run.hardened))) for device in leaf.devices()}
     assert places == {jax.devices()[0]}
