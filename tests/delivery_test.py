@@ -325,7 +325,6 @@ def operands(layer):
     return x, w, whole(9, *jax.eval_shape(layer.product, x, w).shape)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "name", "text"), CASES)
 def test_a_layer_is_its_product(way, name, text):
     """Value, dx and dw are those of the bare product with the same words, time and state."""
@@ -408,7 +407,6 @@ def test_held_masks_change_at_their_steps_and_not_by_accumulation(way, text):
     assert changes == [3, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", MODELS)
 def test_state_is_made_anew_of_loaded_weights(way):
     layer = LAYERS["dense"]
@@ -514,7 +512,6 @@ STACKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "axis", "text", "remat"), STACKS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_a_stack_is_its_layers_one_after_another(kind, axis, text, remat):
     """Each with noise and state of its own, whatever axis stacks them."""
@@ -557,7 +554,6 @@ HARDENED += [(w, "conv", t, None) for t in ("s_ste(2,4)", "ste(1,4)") for w in (
 HARDENED += [(w, "turned", t, None) for t in ("s_ste(2,4)", "fst(every=3)") for w in ("nnx door", "linen door", "tree")]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:violations")
 @pytest.mark.parametrize(("way", "name", "text", "dtype"), HARDENED)
 def test_hardened_is_the_training_form_bit_for_bit(way, name, text, dtype):
