@@ -50,3 +50,11 @@ def test_random_rounding_of_float64_is_that_of_float32(format):
 def test_a_layer_takes_an_empty_batch():
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "s_ste(2,4,fp8=True)"}))
     assert model(jnp.ones((0, 8))).shape == (0, 4)
+
+
+@pytest.mark.parametrize(("format", "most"), [("e4m3", 448), ("e5m2", 57344)])
+@pytest.mark.parametrize("u", [None, 0.999])
+def test_finite_values_beyond_the_range_are_its_ends_and_infinities_are_nan(format, most, u):
+    x = jnp.array([1e6, -1e6, jnp.inf, -jnp.inf, jnp.nan])
+    got = float8.cast(x, format, None if u is None else jnp.full(5, u)).astype(jnp.float32)
+    np.testing.assert_array_equal(got, [most, -most, np.nan, np.nan, np.nan])
