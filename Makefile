@@ -3,7 +3,7 @@
 #   make help       lists the targets
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
 #   make test       the fast tests, on every core: about four minutes on two
-#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (three quarters of an hour on two)
+#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (about fifty minutes on two)
 #   make test-docs  the tests of the site, which need Sphinx
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
