@@ -3,7 +3,8 @@
 #   make help       lists the targets
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
 #   make test       the fast tests, on every core: about four minutes on two
-#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (about fifty minutes on two)
+#   make test-all   all tests, also those that interpret kernels, start processes or take long, with a third of their cases
+#   make test-every   all cases of all tests, and all notebooks. A workflow does this once a week
 #   make test-docs  the tests of the site, which need Sphinx
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
@@ -27,7 +28,7 @@ export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .DEFAULT_GOAL := run
-.PHONY: help run test test-all test-docs test-thirdparty bench gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
+.PHONY: help run test test-all test-every test-docs test-thirdparty bench gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,6 +40,9 @@ test: $(VENV)/made
 	$(PYTEST) -m "not (kernels or processes or notebooks or slow)"
 
 test-all: $(VENV)/made
+	$(PYTEST) -m "not rare"
+
+test-every: $(VENV)/made
 	$(PYTEST)
 
 test-docs: $(VENV)/docs-made

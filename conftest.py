@@ -47,6 +47,7 @@ hypothesis.settings.register_profile("nmjax", deadline=None, max_examples=50, de
 hypothesis.settings.load_profile("nmjax")
 
 
+SLOW = ("kernels", "processes", "notebooks", "slow")
 collect_ignore_glob = ["docs/_build/*", "docs/notebooks/*", "docs/*.py", "experiments/results/*"]
 
 
@@ -54,18 +55,26 @@ def pytest_addoption(parser):
     parser.addoption("--shard", help="I/N: run every N-th test from the I-th on, to split the tests over N machines")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark as slow all but every seventh case of each sampled test, and pages; and keep the tests of the shard."""
-    seen = collections.Counter()
+    """Give each test its tier; then, of the tests that were asked for, keep those of the shard."""
+    sampled, slow = collections.Counter(), collections.defaultdict(list)
     for item in items:
+        test = item.nodeid.partition("[")[0]
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("sampled"):
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % 7:  # no factor of grids of 2, 4 or 8: those would give the same column each time
+            if sampled[test] % 7:  # no factor of grids of 2, 4 or 8: those would give the same column each time
                 item.add_marker(pytest.mark.slow)
-            seen[test] += 1
+            sampled[test] += 1
+        if any(item.get_closest_marker(name) for name in SLOW):
+            slow[test].append(item)
+    for cases in slow.values():
+        if len(cases) > 3:
+            for i, item in enumerate(cases):
+                if i % 3:
+                    item.add_marker(pytest.mark.rare)
+    yield
     if shard := config.getoption("--shard"):
         part, parts = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])

@@ -86,7 +86,9 @@ def alike(told: str, committed: str) -> bool:
 
 
 @pytest.mark.notebooks
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.rare] * (i > 0), id=p.stem) for i, p in enumerate(NOTEBOOKS)]
+)
 def test_a_run_gives_what_is_committed(path):
     for old, new in zip(nbformat.read(path, as_version=4).cells, executed(path).cells, strict=True):
         committed, told = texts(old), texts(new)

@@ -286,6 +286,7 @@ def test_a_few_programs_are_right_or_refused(way):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("way", WAYS)
 def test_many_programs_are_right_or_refused(way):
     counts = check(way, range(100, 300))

@@ -127,6 +127,7 @@ def test_every_way_to_prune_keeps_what_pruners_keep():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("model", "tokens"), [("GPT", 256), ("ViT", 256), ("ResNet", 2048)])
 def test_all_methods_have_rows(model, tokens):
     methods = ("dw_g=rows(mvue(1,4),by='both')", "dw_x=rows(mvue(1,4))", "s_ste(2,4)")
@@ -179,6 +180,7 @@ def test_slots_of_methods_that_are_written_in_the_rules(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.processes
 def test_the_tables_as_they_are_printed():
     """Every slot has a row, and a copy in its place."""

@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.rare)])
 def test_one_that_dies_ends_the_other(alone, killed, tmp_path):
     both = together(tmp_path / "run", alone[1], CUT)
     until_a_step(both[0], 9)  # when the checkpoint of step 4 is whole

@@ -43,14 +43,15 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.processes
-def test_killed_at_any_moment_a_run_ends_as_one_that_was_not(whole, tmp_path):
-    """Kill it twenty times: ten times while it begins, finds its checkpoint and compiles, ten times while it trains and
-    saves. A run that ends before it is killed is compared too."""
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.rare)])
+def test_killed_at_any_moment_a_run_ends_as_one_that_was_not(whole, kills, tmp_path):
+    """Half of the kills are while it begins, finds its checkpoint and compiles, the others while it trains and saves. A
+    run that ends before it is killed is compared too."""
     whole, cache = whole
     draw, killed, runs = random.Random(), 0, 0
     while True:
         process = start(tmp_path / f"run{runs}", cache)
-        if killed < 20:
+        if killed < kills:
             if killed % 2:
                 time.sleep(draw.uniform(0.3, 4))
             else:
@@ -65,7 +66,7 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_was_not(whole, tmp_path):
         assert process.returncode == 0, said
         same_as(whole, tmp_path / f"run{runs}")
         runs += 1
-        if killed == 20:
+        if killed == kills:
             return
 
 
