@@ -28,7 +28,7 @@ def definitions(page: str, name: str) -> str:
 
 def commands(page: str) -> list[list[str]]:
     """Return the words of the commands that start ``NMJAX/launch.py``."""
-    lines = re.findall(r"(?m)^\$ (python NMJAX/launch\.py .*)$", page)
+    lines = re.findall(r"(?m)^\$ (python NMJAX/launch\.py .*)$", page.replace("\\\n", " "))
     return [shlex.split(line, comments=True)[2:] for line in lines]
 
 
