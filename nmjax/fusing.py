@@ -28,6 +28,6 @@ def fused(
     >>> fused(jax.nn.relu, negative, jnp.array([1., -2.]))
     Array([0., 2.], dtype=float32)
     """
-    site = getattr(layer, "nm_site", None)  # of a sparse layer: a `nmjax.nnx.SiteModule`
+    site = getattr(layer, "nm_state", None)  # of a sparse layer: a `nmjax.nnx.SparsityState`
     through = getattr(site, "activated", None)
     return activation(layer(x)) if through is None else through(activation, layer, x)

@@ -248,7 +248,7 @@ class Plan:
       uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
       recipe_refusals: (where, reason) of what `nmjax.nnx.sparsify` would refuse in the recipe itself.
-      missed: The paths of parameters that a rule matches and no door reaches.
+      missed: The paths of parameters that a rule matches and no registered layer has.
       speed: The FLOPs per second of a dense product on this CPU, if a product is compacted.
 
     >>> import nmjax as nm
@@ -390,10 +390,11 @@ class Plan:
         others = [(path, shape) for path, shape in self.uncovered if path not in self.missed]
         if self.missed:
             meant = [(path, shape) for path, shape in self.uncovered if path in self.missed]
-            lines.insert(0, f"Parameters that a rule matches and no door reaches, so they stay dense: {_shapes(meant)}")
+            lead = "Parameters that a rule matches and no registered layer has, so they stay dense"
+            lines.insert(0, f"{lead}: {_shapes(meant)}")
         if others:
             lead = "Other parameters" if self.missed else "Parameters"
-            lines.append(f"{lead} that no door reaches: {_shapes(others)}")
+            lines.append(f"{lead} outside registered layers: {_shapes(others)}")
         reasons = lambda layer: dict.fromkeys(reason for _, reason in layer.else_dense)
         left = [(layer.path, reason) for layer in self.layers for reason in reasons(layer)]
         lines += [f"Dense, as the rule says: {line}" for line in layer_paths.folded(left)]

@@ -1,7 +1,7 @@
 """Sparsity for any flax.linen model.
 
 Inside the context `sparsify`, the layers of a model are pruned as a recipe says for their paths. The model takes no
-argument and does not change. `door` declares further classes of layers.
+argument and does not change. `register_layer` registers further classes of layers.
 
 A layer keeps what its method needs in the collection ``nm``, at the path of its weight in ``params``: noise words, the
 time, and state such as held masks. Many methods need no arrays. Pass the collection wherever ``params`` goes: into
@@ -22,7 +22,6 @@ in the model that ran ``init``. Models that train together need different seeds.
 """
 
 from nmjax.linen.delivery import sparsify as sparsify
-from nmjax.linen.doors import door as door
 from nmjax.linen.hardening import (
     harden as harden,
     masks as masks,
@@ -35,10 +34,11 @@ from nmjax.linen.hardening import (
 )
 from nmjax.linen.measures import gradient_errors as gradient_errors, weights as weights
 from nmjax.linen.planning import plan as plan
+from nmjax.linen.registry import register_layer as register_layer
 
 __all__ = (
-    "door", "gradient_errors", "harden", "masks", "paths", "patterns", "plan", "reset_state", "scales", "set_step",
-    "sparsify", "violations", "weights",
+    "gradient_errors", "harden", "masks", "paths", "patterns", "plan", "register_layer", "reset_state", "scales",
+    "set_step", "sparsify", "violations", "weights",
 )  # fmt: skip
 
 

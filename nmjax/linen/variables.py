@@ -12,9 +12,9 @@ from flax.core import Scope, meta
 
 from nmjax.core import groups, random
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs import sites
+from nmjax.programs import states
 from nmjax.programs.parameters import Parameter, Step
-from nmjax.programs.sites import Origin, Site, first, stored
+from nmjax.programs.states import Origin, WeightState, first, stored
 from nmjax.recipes.table import Recipe
 
 PASS_NM = (
@@ -48,7 +48,7 @@ class WeightOrigin(NamedTuple):
         return self.site.parameter.path
 
 
-class SiteVariable(struct.PyTreeNode):
+class StateVariable(struct.PyTreeNode):
     """The variable of a layer, or of a stack of layers, in the collection "nm".
 
     Its arrays are padded with axes of size 1 to the rank of the weight, so that an axis that stacks weights stacks them
@@ -75,8 +75,8 @@ class SiteVariable(struct.PyTreeNode):
         return tuple(own.pop(axis) for axis in self.stack)
 
     @property
-    def site(self) -> Site:
-        """The site, without padding.
+    def site(self) -> WeightState:
+        """The state, without padding.
 
         Raises:
           ValueError: The arrays are not stacked as ``stack`` says.
@@ -89,15 +89,15 @@ class SiteVariable(struct.PyTreeNode):
         arrays = jax.tree.unflatten(tree, [first(v, self.axes, rank) for v, rank in ranked])
         steps = (Step("slice"),) * len(self.stack) + self.origin.site.parameter.steps
         parameter = Parameter(self.origin.path, steps)
-        return Site(self.origin.site._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
+        return WeightState(self.origin.site._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
 
     @property
-    def of_one_layer(self) -> Site:
-        """The site of the layer that is called. A stack that was sliced by hand is not told of it."""
+    def of_one_layer(self) -> WeightState:
+        """The state of the layer that is called. A stack that was sliced by hand is not told of it."""
         return self.replace(stack=()).site
 
-    def holding(self, site: Site) -> "SiteVariable":
-        """Return the variable with what a site prunes, and with its arrays."""
+    def holding(self, site: WeightState) -> "StateVariable":
+        """Return the variable with what a state prunes, and with its arrays."""
         rank = len(self.origin.shape)
         words, time, state = jax.tree.map(lambda v: stored(v, self.axes, rank), site.arrays)
         return self.replace(sparsity=site.origin.sparsity, words=words, time=time, state=state)
@@ -108,12 +108,12 @@ class SiteVariable(struct.PyTreeNode):
         return tuple(one.pop(axis) for axis in self.stack), tuple(one)
 
 
-class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
+class Box(StateVariable, meta.AxisMetadata[StateVariable]):
     """A variable as Flax's transforms see it. They tell it of every axis that they stack layers on."""
 
-    def unbox(self) -> SiteVariable:
+    def unbox(self) -> StateVariable:
         """Return the variable without the box."""
-        return SiteVariable(**vars(self))
+        return StateVariable(**vars(self))
 
     def replace_boxed(self, val: Any) -> Any:
         """Return a box of another variable."""
@@ -126,7 +126,7 @@ class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
         if self.words is None:
             return site
         sizes, one = site.unstacked(self.words.shape)
-        words = sites.site_words(self.origin.seed, self.origin.path, sizes).reshape(*sizes, *one)
+        words = states.noise_words(self.origin.seed, self.origin.path, sizes).reshape(*sizes, *one)
         for depth, axis in reversed([*enumerate(site.stack)]):
             words = jnp.moveaxis(words, depth, depth + groups.position(words.ndim - depth, axis))
         return site.replace(words=words)
@@ -152,7 +152,7 @@ def named(path: str) -> Iterator[None]:
         raise kind(f"{path or 'the layer'}: {error}") from error
 
 
-def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> SiteVariable:
+def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> StateVariable:
     """Return the variable of a layer. Make it if the model is initializing.
 
     Args:
@@ -173,9 +173,9 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
         )
     if not scope.has_variable("nm", name):
         if not scope.get_flag("initializing", False):
-            if sites.needs_arrays(origin.site.sparsity):
+            if states.needs_arrays(origin.site.sparsity):
                 raise ValueError(f"{origin.site.sparsity} reads the collection 'nm', which is missing. {PASS_NM}")
-            return SiteVariable(origin, origin.site.sparsity)
+            return StateVariable(origin, origin.site.sparsity)
         if not scope.is_mutable_collection("nm"):
             raise ValueError(f"init cannot make its variable in the collection 'nm'. {PASS_NM}")
         scope.put_variable("nm", name, _new(scope.push(f"nm {name}", reuse=True), origin, weight))
@@ -189,13 +189,13 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
     return site
 
 
-def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> SiteVariable:
+def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> StateVariable:
     """Return a new variable of one layer. What it draws is drawn in a scope of its own."""
-    site = Site.new(origin.site, weight, origin.seed)
-    if sites.has_state(origin.site.sparsity):
+    site = WeightState.new(origin.site, weight, origin.seed)
+    if states.has_state(origin.site.sparsity):
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
         # all of them would get the same state.
         key = None if site.words is None else random.words(scope.make_rng("params"))
-        site = replace(site, state=Site(origin.site, key).renewed(weight).state)
+        site = replace(site, state=WeightState(origin.site, key).renewed(weight).state)
     ranks = tuple(v.ndim for v in jax.tree.leaves(site.arrays))
     return Box(origin._replace(ranks=ranks), origin.site.sparsity).holding(site)

@@ -1,9 +1,8 @@
 """Sparsity for any flax.nnx model.
 
-`sparsify` gives each layer a `SiteModule`, in the attribute ``nm_site``, and a class whose call computes the layer's
-products with it. Nothing else changes: parameters, their paths and the model's code stay. A site holds what its method
-needs in variables of type `SparsityVariable`: noise words, the time, and state such as held masks. A dense layer has
-no site. A method without noise, schedule or memory adds no arrays.
+`sparsify` gives each pruned layer a `SparsityState`, in the attribute ``nm_state``. Parameters, their paths and the
+model's code stay. The state holds what the method needs, in variables of type `SparsityVariable`: noise words, the
+time, and arrays such as held masks. A method without noise, schedule or memory adds no arrays.
 
 Time is data: one compiled program serves all steps. Only `set_step`, `reset_state`, `reseed` and `set_norms` write
 these variables. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of
@@ -17,7 +16,7 @@ nothing else.
 >>> hard = nm.nnx.harden(model)  # for inference
 """
 
-import nmjax.nnx.others  # noqa: F401  declares the doors of other libraries
+import nmjax.nnx.others  # noqa: F401  registers the layers of other libraries
 from nmjax.analysis.plan import LayerPlan as LayerPlan, Plan as Plan, SlotPlan as SlotPlan
 from nmjax.nnx.calibration import (
     Inputs as Inputs,
@@ -30,7 +29,6 @@ from nmjax.nnx.delivery import (
     set_step as set_step,
     sparsify as sparsify,
 )
-from nmjax.nnx.doors import door as door
 from nmjax.nnx.hardening import (
     harden as harden,
     masks as masks,
@@ -43,5 +41,6 @@ from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed
 from nmjax.nnx.phases import phase as phase
 from nmjax.nnx.planning import plan as plan
-from nmjax.nnx.variables import SiteModule as SiteModule, SparsityVariable as SparsityVariable
+from nmjax.nnx.registry import register_layer as register_layer
+from nmjax.nnx.variables import SparsityState as SparsityState, SparsityVariable as SparsityVariable
 from nmjax.products.routes import Route as Route

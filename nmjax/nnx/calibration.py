@@ -92,8 +92,8 @@ def calibrated(
       ValueError: As `calibrate`.
     """
     copy = nnx.clone(model)
-    with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((only, "ste(1,2)"),)), *calls[0])
-    chosen = [layer for layer in with_doors if re.fullmatch(only, layer.path) and layer.has_weight]
+    registered, _ = with_calls(copy, list(layers(copy)), Recipe(((only, "ste(1,2)"),)), *calls[0])
+    chosen = [layer for layer in registered if re.fullmatch(only, layer.path) and layer.has_weight]
     if not chosen:
         raise ValueError(f"calibrate: no layer has a path that matches {only!r}.")
     for layer in chosen:

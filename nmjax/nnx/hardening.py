@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
 from nmjax.nnx.checks import check_uses
-from nmjax.nnx.delivery import put_site
+from nmjax.nnx.delivery import put_state
 from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import back, layers, read, shape, stacked, value
 from nmjax.nnx.recording import other_uses
 from nmjax.nnx.variables import write
-from nmjax.programs import sites
+from nmjax.programs import states
 from nmjax.pruners import identity
 
 Model = TypeVar("Model")
@@ -75,7 +75,7 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     else:
         _check_methods(model)
     hard, unfinished = harden_without_warning(model)
-    sites.warn_unfinished(unfinished, stacklevel=3)
+    states.warn_unfinished(unfinished, stacklevel=3)
     return hard
 
 
@@ -92,18 +92,18 @@ def _check_methods(model: Any) -> None:
             )
 
 
-def harden_without_warning(model: Model) -> tuple[Model, list[sites.Unfinished]]:
-    """Return the hardened copy of a model, and what `sites.warn_unfinished` takes."""
+def harden_without_warning(model: Model) -> tuple[Model, list[states.Unfinished]]:
+    """Return the hardened copy of a model, and what `states.warn_unfinished` takes."""
     hard = nnx.clone(model)
     users, done = users_of(hard), set()
-    found: list[sites.Unfinished] = []
+    found: list[states.Unfinished] = []
     for layer in layers(hard):
         if layer.site is None:
             continue
         site, kernel, pattern = read(layer), layer.kernel, _pattern(layer)
         p, rest = site.form(shape(layer))
         if p == identity or id(kernel) in done:
-            found.append(([], (layer.path, sites.inputs_unfinished(layer.sparsity, site.time))))
+            found.append(([], (layer.path, states.inputs_unfinished(layer.sparsity, site.time))))
         else:
             _check_shared(layer, users[id(kernel)])
             weight = value(layer)
@@ -112,7 +112,7 @@ def harden_without_warning(model: Model) -> tuple[Model, list[sites.Unfinished]]
             write(kernel, back(layer, final).astype(kernel.dtype))
             done.add(id(kernel))
             layer.drop_mask()
-        put_site(layer, rest, layer.site.backend, 0, layer.stack)
+        put_state(layer, rest, layer.site.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
     return hard, found
 
@@ -169,10 +169,10 @@ def _same_values(a: Any, b: Any) -> bool:
 def _pattern(layer: Layer) -> Pattern | None:
     """Return the pattern of a sparse layer's hardened kernel along its axes; None if it is dense."""
     assert layer.site is not None
-    pattern = sites.Site(stacked(layer, layer.site.origin)).pattern(
+    pattern = states.WeightState(stacked(layer, layer.site.origin)).pattern(
         shape(layer)
     )  # no array is read: they may be shapes
-    return pattern and replace(pattern, axes=sites.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
+    return pattern and replace(pattern, axes=states.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
 
 
 def patterns(model: Any) -> dict[str, Pattern | None]:

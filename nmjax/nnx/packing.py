@@ -12,10 +12,10 @@ from nmjax.kernels.targets import target
 from nmjax.nnx.layer import Example, Layer
 from nmjax.nnx.layers import layers, read, value
 from nmjax.nnx.recording import products_of_call
-from nmjax.nnx.variables import SiteModule, SparsityVariable
+from nmjax.nnx.variables import SparsityState, SparsityVariable
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.weights import packed_weight
-from nmjax.programs.sites import context
+from nmjax.programs.states import context
 
 
 def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Form]]:
@@ -56,7 +56,7 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
     return by_path
 
 
-def _forms(layer: Layer, site: SiteModule, products: Sequence[Example]) -> dict[FormKey, Form]:
+def _forms(layer: Layer, site: SparsityState, products: Sequence[Example]) -> dict[FormKey, Form]:
     """Return the forms in which the products of a layer, or of a stack, take its weight."""
 
     def one(weight: jax.Array, words: Any, time: Any, state: Any) -> dict[FormKey, Form]:

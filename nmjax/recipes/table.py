@@ -81,7 +81,7 @@ class Recipe(Value):
 
         Args:
           paths: The paths of all layers of a model.
-          unreached: Paths that no door reaches. A rule counts as used if it leaves one of them dense.
+          unreached: Paths outside registered layers. A rule counts as used if it leaves one of them dense.
 
         Returns:
           Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.

@@ -268,10 +268,10 @@ def test_a_recipe_lists_shards_stacks_and_models_that_cannot_be_pruned():
     class Empty(nnx.Module):
         pass
 
-    with pytest.raises(ValueError, match="Empty has no layer with a door"):
+    with pytest.raises(ValueError, match="Empty has no registered layer"):
         nm.nnx.sparsify(Empty(), recipe)
     ((where, refused),) = nm.nnx.plan(Empty(), recipe).refused
-    assert (where, refused.startswith("Empty has no layer with a door")) == ("the model", True)
+    assert (where, refused.startswith("Empty has no registered layer")) == ("the model", True)
     assert nm.nnx.plan(Empty(), nm.Recipe(((".*", "dense"),))).refused == ()
 
 
@@ -387,7 +387,7 @@ def test_parameters_that_no_rule_reaches():
     }
     assert plan.elsewhere == 2 * (2 * 4) * 3 * 8 * 8 + 2 * (2 * 4) * 8 * 6 + 2 * (2 * 4) * 8 * 2 * 2
     assert [layer.path for layer in plan.layers] == ["head", "linear", "lora"]
-    note = next(n for n in plan._notes() if n.startswith("Parameters that no door reaches: "))
+    note = next(n for n in plan._notes() if n.startswith("Parameters outside registered layers: "))
     assert all(part in note for part in ("positions 4x8", "up/kernel 3x8x8", "w 8x6"))
 
 
@@ -645,7 +645,7 @@ def test_on_a_mesh(kind):
         assert nm.nnx.plan(model, jax.device_put(jnp.ones((32, 16)), sharded)).refused == ()
 
 
-# ---- what stands in a door ----
+# ---- what stands in the place of a product ----
 
 
 def twice(product):
