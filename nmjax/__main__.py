@@ -36,8 +36,9 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return its exit status.
 
-    It is 0 for success, also of help, which an empty line asks for; 1 if `verify` finds no n:m tensor, one that is broken, has NaN or infinity or does not fit, or
-    with ``--every`` one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
+    It is 0 for success, and for help, which is also printed without arguments; 1 if `verify` finds no n:m tensor, one
+    that is broken, has NaN or infinity or does not fit, or with ``--every`` one that is not n:m; 1 if `plan` finds a
+    refusal; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2

@@ -60,6 +60,13 @@ def test_every_public_name_is_in_the_reference_once():
             assert f"nmjax.{name}" in listed
 
 
+def test_an_order_has_every_name_of_its_page():
+    for space, groups in public.ORDER.items():
+        ordered = " ".join(groups.values()).split()
+        assert len(ordered) == len(set(ordered))
+        assert [name.name for name in public.names(space)] == [f"{space}.{name}" for name in ordered], space
+
+
 def names_used(page: Path) -> set[str]:
     """Return every name that a page or a notebook takes from nm, as nm.nnx.plan."""
     text = page.read_text()
