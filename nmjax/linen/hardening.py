@@ -66,11 +66,9 @@ def reset_state(variables: Variables) -> Variables:
 def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, **options: Any) -> Variables:
     """Return the variables with every weight in its final form, as inference uses it. The model no longer prunes it.
 
-    A weight is pruned in the dtype that its layer computed in at ``init``, and is stored in its own.
-
-    A model may use the weight of a sparse layer elsewhere too, as a tied head does, which multiplies by it without
-    pruning. Hardening would change that product. Without ``model`` this is not looked at: pass it if the model reads
-    weights of its layers.
+    If the model uses the weight of a sparse layer elsewhere too, as a tied head does, hardening would change that
+    product: pass ``model`` and ``inputs``, and it is refused. A weight is pruned in the dtype that its layer computed
+    in at ``init``, and is stored in its own.
 
     Args:
       variables: As in `set_step`.

@@ -175,7 +175,7 @@ class Call(NamedTuple):
             refusal = product.refusal(w)
             if refusal is not None:
                 raise ValueError(f"{path or 'the model'}: {refusal}. Take the derivative outside the layer.")
-            made_for, (operand, steps) = site.origin.site, _layout(ShapedProduct.of(product, x, w))
+            made_for, (operand, steps) = site.origin.weight, _layout(ShapedProduct.of(product, x, w))
             if site.origin.shape and (made_for.operand, moves(made_for.parameter.steps)) != (operand, moves(steps)):
                 raise ValueError(
                     f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "

@@ -34,7 +34,7 @@ def sparse_weights(variables: Mapping[str, Any]) -> "list[SparseWeight]":
         for name, v in by_name.items() if isinstance(v, StateVariable)
     ]  # fmt: skip
     for one in found:
-        if one.variable.origin.site.sparsity != Sparsity():
+        if one.variable.origin.weight.sparsity != Sparsity():
             with named("/".join(one.name[1:-1])):
                 one.check()
     return found
@@ -92,7 +92,7 @@ class SparseWeight(NamedTuple):
     @property
     def before(self) -> WeightState:
         """The state of the weight with what its layer pruned before it was hardened."""
-        return WeightState(self.site.origin._replace(sparsity=self.variable.origin.site.sparsity))
+        return WeightState(self.site.origin._replace(sparsity=self.variable.origin.weight.sparsity))
 
     def back(self, weight: jax.Array) -> jax.Array:
         """Return a weight as it is stored, given one like `value`."""

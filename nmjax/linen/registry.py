@@ -36,9 +36,9 @@ class Weight(NamedTuple):
 
 
 def register_layer(kind: type | str, weight: str | tuple[str, ...]) -> None:
-    """Declare that layers of a class multiply an input by a parameter, so that `sparsify` can prune the product.
+    """Register a class of layers by its parameter, so that `sparsify` can prune them.
 
-    The class is not changed. Declare it once, before `sparsify`. Subclasses count as their class. The product
+    The class is not changed. Register it once, before `sparsify`. Subclasses count as their class. The product
     is found by tracing the layer: a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the parameter as an
     operand, perhaps in another dtype or with its axes in another order.
 

@@ -29,14 +29,14 @@ class WeightOrigin(NamedTuple):
     """The weight that a variable was made for. In a stack it is the weight of one layer.
 
     Attributes:
-      site: The weight, and what the layer prunes, without what ``else dense`` leaves empty.
+      weight: The weight, and what the layer prunes, without what ``else dense`` leaves empty.
       asked: The sparsity in the recipe.
       seed: The seed of its noise.
       shape: The shape of the weight; () if only a call that makes variables would know it.
       ranks: The ranks of words, time and state before padding.
     """
 
-    site: Origin
+    weight: Origin
     asked: Sparsity
     seed: int
     shape: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class WeightOrigin(NamedTuple):
     @property
     def path(self) -> str:
         """The path of its layer in the model."""
-        return self.site.parameter.path
+        return self.weight.parameter.path
 
 
 class StateVariable(struct.PyTreeNode):
@@ -87,9 +87,9 @@ class StateVariable(struct.PyTreeNode):
         if stacked:
             raise ValueError(f"one layer got the variables of a whole stack, of shape {stacked[0]}. {PASS_NM}")
         arrays = jax.tree.unflatten(tree, [first(v, self.axes, rank) for v, rank in ranked])
-        steps = (Step("slice"),) * len(self.stack) + self.origin.site.parameter.steps
+        steps = (Step("slice"),) * len(self.stack) + self.origin.weight.parameter.steps
         parameter = Parameter(self.origin.path, steps)
-        return WeightState(self.origin.site._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
+        return WeightState(self.origin.weight._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
 
     @property
     def of_one_layer(self) -> WeightState:
@@ -166,16 +166,16 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
       ValueError: It is missing and cannot be made, or was made for another recipe or seed; or the layer does not
         multiply by the weight that is stored.
     """
-    if origin.site.sparsity != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
+    if origin.weight.sparsity != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
         raise ValueError(
             "nn.map_variables, or a norm of weights, is around it, so it multiplies by another weight than the one "
             f'that is stored, which set_step and harden read. Leave the layer dense: (r"{origin.path}", "dense").'
         )
     if not scope.has_variable("nm", name):
         if not scope.get_flag("initializing", False):
-            if states.needs_arrays(origin.site.sparsity):
-                raise ValueError(f"{origin.site.sparsity} reads the collection 'nm', which is missing. {PASS_NM}")
-            return StateVariable(origin, origin.site.sparsity)
+            if states.needs_arrays(origin.weight.sparsity):
+                raise ValueError(f"{origin.weight.sparsity} reads the collection 'nm', which is missing. {PASS_NM}")
+            return StateVariable(origin, origin.weight.sparsity)
         if not scope.is_mutable_collection("nm"):
             raise ValueError(f"init cannot make its variable in the collection 'nm'. {PASS_NM}")
         scope.put_variable("nm", name, _new(scope.push(f"nm {name}", reuse=True), origin, weight))
@@ -191,11 +191,11 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
 
 def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> StateVariable:
     """Return a new variable of one layer. What it draws is drawn in a scope of its own."""
-    site = WeightState.new(origin.site, weight, origin.seed)
-    if states.has_state(origin.site.sparsity):
+    site = WeightState.new(origin.weight, weight, origin.seed)
+    if states.has_state(origin.weight.sparsity):
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
         # all of them would get the same state.
         key = None if site.words is None else random.words(scope.make_rng("params"))
-        site = replace(site, state=WeightState(origin.site, key).renewed(weight).state)
+        site = replace(site, state=WeightState(origin.weight, key).renewed(weight).state)
     ranks = tuple(v.ndim for v in jax.tree.leaves(site.arrays))
-    return Box(origin._replace(ranks=ranks), origin.site.sparsity).holding(site)
+    return Box(origin._replace(ranks=ranks), origin.weight.sparsity).holding(site)

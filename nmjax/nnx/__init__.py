@@ -1,19 +1,24 @@
 """Sparsity for any flax.nnx model.
 
-`sparsify` gives each pruned layer a `SparsityState`, in the attribute ``nm_state``. Parameters, their paths and the
-model's code stay. The state holds what the method needs, in variables of type `SparsityVariable`: noise words, the
-time, and arrays such as held masks. A method without noise, schedule or memory adds no arrays.
-
-Time is data: one compiled program serves all steps. Only `set_step`, `reset_state`, `reseed` and `set_norms` write
-these variables. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of
-nothing else.
-
 >>> from flax import nnx
->>> import nmjax as nm
->>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
->>> nm.nnx.set_step(model, 1)  # once a step, outside the loss
->>> gradients = nnx.grad(lambda model: (model(jnp.ones((4, 8))) ** 2).mean())(model)
+>>> import jax.numpy as jnp, nmjax as nm
+>>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+>>> model = nm.nnx.sparsify(model, nm.Recipe({r".*": "s_ste(2,4)"}))
+>>> x = jnp.ones((32, 8))
+>>> for step in range(2):
+...     nm.nnx.set_step(model, step)  # once a step, outside the loss
+...     gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
 >>> hard = nm.nnx.harden(model)  # for inference
+>>> hard(x).shape, nm.nnx.patterns(hard)
+((32, 4), {'layers/0/kernel': 2:4 along axis 0, 'layers/2/kernel': 2:4 along axis 0})
+
+`sparsify` changes the model in place: parameters, their paths and the model's code stay. One compiled program serves
+all steps, because the step is data of the model.
+
+Each pruned layer has a `SparsityState` in its attribute ``nm_state``. It holds what the method needs, in variables of
+type `SparsityVariable`: noise words, the time, and arrays such as held masks. Only `set_step`, `reset_state`, `reseed`
+and `set_norms` write them. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and
+slot, and of nothing else.
 """
 
 import nmjax.nnx.others  # noqa: F401  registers the layers of other libraries

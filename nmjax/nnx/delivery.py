@@ -60,10 +60,12 @@ def sparsify(
         the call with ``inputs`` does not use. It stays dense.
 
     >>> import nmjax as nm
-    >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, seed=1)
-    >>> model(jnp.ones((4, 8))).shape
-    (4, 4)
+    >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+    >>> model = nm.nnx.sparsify(model, nm.Recipe({r"layers/0": "s_ste(2,4)", r".*": "dense"}))
+    >>> model(jnp.ones((32, 8))).shape
+    (32, 4)
+    >>> nm.nnx.patterns(model)
+    {'layers/0/kernel': 2:4 along axis 0, 'layers/2/kernel': None}
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
@@ -180,13 +182,14 @@ def _variable(layer: Layer, value: jax.Array, state: bool) -> SparsityVariable:
 
 
 def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
-    """Set the step of every layer, and update its state if the schedule says so.
+    """Set the step of every layer. Call it once for every (micro-)step, outside the loss.
 
-    Call it once for every (micro-)step, outside the loss. Inside `jit`, one program serves all steps.
+    Schedules and random numbers follow the step, and masks and scales that are due are computed again. Inside `jit`,
+    one program serves all steps.
 
     Args:
       model: The model.
-      step: The step of training, an integer. Schedules and random numbers depend on it.
+      step: The step of training, an integer or an integer array of shape ().
       micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own random numbers; held
         masks stay.
       since: The step of the last call. By default the model's own time says it. Under `jax.vmap` over models, pass
@@ -199,9 +202,12 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
-    >>> nm.nnx.set_step(model, 3)
-    >>> print(model.nm_state.time[...].ravel())
-    [3 0]
+    >>> @nnx.jit
+    ... def gradients(model, x, step):
+    ...     nm.nnx.set_step(model, step)
+    ...     return nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+    >>> gradients(model, jnp.ones((4, 8)), 3)["kernel"].shape
+    (8, 4)
     """
     now = states.moment(step, micro)
     for layer, site in _with_state(model):

@@ -38,13 +38,12 @@ class User(NamedTuple):
 def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     """Return a copy of a model with every weight in its final form, as inference uses it.
 
-    The copy prunes activations only. Each layer that was sparse has an attribute ``hardened``: its `Pattern`, or None
-    if its weight ends dense. A weight is pruned in the dtype that its layer computes in, and is stored in its own. So
-    if float32 inputs widen a bfloat16 weight in training, the hardened weight differs from it by rounding.
+    The weights of the copy are n:m arrays of the same shapes and dtypes, and it prunes activations only. Each layer
+    that was sparse has an attribute ``hardened``: its `Pattern`, or None if its weight ends dense.
 
-    A model may use the weight of a sparse layer elsewhere too, as a tied head does, which multiplies by it without
-    pruning. Hardening would change that product. Without ``inputs`` this is not looked at: pass them here, or to
-    `sparsify`, if the model reads weights of its layers.
+    If the model uses the weight of a sparse layer elsewhere too, as a tied head does, hardening would change that
+    product: pass ``inputs`` here, or to `sparsify`, and it is refused. A weight is pruned in the dtype that its layer
+    computes in. If float32 inputs widen a bfloat16 weight in training, the hardened weight differs from it by rounding.
 
     Args:
       model: A sparse model.

@@ -109,10 +109,10 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
     >>> import jax.numpy as jnp, nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
     >>> plan = nm.nnx.plan(model, jnp.ones((16, 8)))
-    >>> plan.layers[0].slots[0]
-    SlotPlan(name='y_w', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)
+    >>> plan.layers[0].slots[0]
+    SlotPlan(name='y_w', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
 
     A recipe can be tried before anything is changed:
 

@@ -126,11 +126,11 @@ def register_layer(
     kind: type | str, weight: str | tuple[str, ...], *, input: Callable[[Any], Sequence[int]] | None = None,
     method: str = "__call__",
 ) -> None:  # fmt: skip
-    """Declare that layers of a class multiply an input by a weight, so that `sparsify` can prune the product.
+    """Register a class of layers by its weight, so that `sparsify` can prune them.
 
-    The class is not changed. Declare it once, before `sparsify` or `plan`. The product is found by tracing the method:
-    a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the weight as an operand, perhaps in another dtype
-    or with its axes in another order.
+    Register it once, before `sparsify` or `plan`. The class is not changed, and can be one that you cannot edit. Its
+    method multiplies an input by the weight: with ``@``, `jnp.einsum`, `jax.lax.dot_general` or a convolution, perhaps
+    in another dtype or with the axes of the weight in another order. The product is found by tracing the method.
 
     Args:
       kind: The class, a subclass of `flax.nnx.Module`; or a text "package.module:Class", which imports nothing.
@@ -147,7 +147,7 @@ def register_layer(
         or another single weight of the class is.
 
     >>> import jax.numpy as jnp, nmjax as nm
-    >>> class Projection(nnx.Module):
+    >>> class Projection(nnx.Module):  # w has the shape [out, in]
     ...     def __init__(self, features, rngs):
     ...         self.w = nnx.Param(jax.random.normal(rngs.params(), (features, features)))
     ...     def __call__(self, x):
