@@ -164,8 +164,12 @@ def _summary(title: str, group: Iterable[Public]) -> list[str]:
 
 
 def _shows_members(value: type) -> bool:
-    """Return whether a class is more than a value that users construct: pruners other than the bases are not."""
+    """Return whether a class is more than a value that users construct or look at, as most pruners are."""
     from nmjax.core.bases import Grouped
     from nmjax.core.pruner import Pruner
+    from nmjax.nnx.variables import SparsityState
+
+    if value is SparsityState:
+        return False
 
     return not issubclass(value, Pruner) or value in (Pruner, Grouped)

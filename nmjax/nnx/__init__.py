@@ -2,7 +2,8 @@
 
 >>> from flax import nnx
 >>> import jax.numpy as jnp, nmjax as nm
->>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+>>> up, down = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+>>> model = nnx.Sequential(up, nnx.relu, down)
 >>> model = nm.nnx.sparsify(model, nm.Recipe({r".*": "s_ste(2,4)"}))
 >>> x = jnp.ones((32, 8))
 >>> for step in range(2):

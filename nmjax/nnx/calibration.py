@@ -176,7 +176,8 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
     >>> x = jnp.array([[10., 1., 1., 1.]])
     >>> model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.], [-2.], [3.], [-4.]]), rngs=nnx.Rngs(0))
     >>> found = nm.nnx.calibrate(model, [x])
-    >>> model = nm.nnx.sparsify(model, nm.Recipe({".*": "y_w=ste(wanda(2,4))"}))
+    >>> recipe = nm.Recipe({".*": "y_w=ste(wanda(2,4))"})
+    >>> model = nm.nnx.sparsify(model, recipe)
     >>> nm.nnx.set_norms(model, found)
     >>> nm.nnx.harden(model).kernel[...].ravel().tolist()
     [1.0, 0.0, 0.0, -4.0]

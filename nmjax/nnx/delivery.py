@@ -60,8 +60,10 @@ def sparsify(
         the call with ``inputs`` does not use. It stays dense.
 
     >>> import nmjax as nm
-    >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
-    >>> model = nm.nnx.sparsify(model, nm.Recipe({r"layers/0": "s_ste(2,4)", r".*": "dense"}))
+    >>> up, down = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+    >>> model = nnx.Sequential(up, nnx.relu, down)
+    >>> recipe = nm.Recipe({r"layers/0": "s_ste(2,4)", r".*": "dense"})
+    >>> model = nm.nnx.sparsify(model, recipe)
     >>> model(jnp.ones((32, 8))).shape
     (32, 4)
     >>> nm.nnx.patterns(model)
@@ -201,7 +203,8 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
         trace, as when the loss function calls `set_step`.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> @nnx.jit
     ... def gradients(model, x, step):
     ...     nm.nnx.set_step(model, step)
@@ -237,7 +240,8 @@ def reset_state(model: Model) -> Model:
       The model itself.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> model.kernel[...] = jnp.tile(jnp.array([1., 2., 3., 4.]), 2)[:, None] * jnp.ones((1, 4))
     >>> model = nm.nnx.reset_state(model)
     >>> nm.nnx.scales(model)
@@ -257,7 +261,8 @@ def reseed(model: Any, seed: Any) -> None:
       seed: An int, a `jax.random.key` or two uint32 words.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> before = model.nm_state.words[...]
     >>> nm.nnx.reseed(model, seed=1)
     >>> bool((model.nm_state.words[...] == before).any())

@@ -64,7 +64,8 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
         this step. Inside `jit` nothing is compared.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> hard = nm.nnx.harden(model)
     >>> bool(nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)), hard.hardened
     (True, 2:4 along axis 0)
@@ -187,7 +188,8 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
       ValueError: A weight is drawn again at every step, so it has no final form.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.patterns(model)
     {'kernel': 2:4 along axis 0}
     """
@@ -217,7 +219,8 @@ def violations(model: Any) -> dict[str, jax.Array | None]:
       UserWarning: No weight has an n:m final form, so nothing was checked.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.violations(model), nm.nnx.violations(nm.nnx.harden(model))
     ({'kernel': Array(8, dtype=int32)}, {'kernel': Array(0, dtype=int32)})
     """
@@ -242,7 +245,8 @@ def masks(model: Any) -> nnx.State[Any, Any]:
       TypeError: A pruner has no mask, because it does not only keep or drop.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> masks = nm.nnx.masks(model)
     >>> masks["kernel"].shape, int(masks["kernel"][...].sum()), bool(masks["bias"][...])
     ((8, 4), 16, True)

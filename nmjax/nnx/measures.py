@@ -25,7 +25,8 @@ def weights(model: Any) -> dict[str, Weight]:
       A dict from the layer's path to its `nmjax.metrics.Weight`. A stack of layers counts as one.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> print(nm.nnx.weights(model)[""].density)
     0.5
     """
@@ -54,7 +55,8 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
       A dict from the layer's path to the `nmjax.metrics.Error` of the gradient of its kernel.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> errors = nm.nnx.gradient_errors(model, lambda m, x: (m(x) ** 2).mean(), jnp.eye(4, 8), draws=2)
     >>> errors[""]._fields, bool(errors[""].variance > 0)
     (('bias', 'noise', 'variance', 'cosine'), True)

@@ -33,7 +33,8 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
       A dict from the layer's path to its forms, for `packed`. It is empty if no product runs packed, as on a CPU.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.set_step(model, 3)
     >>> forms = nm.nnx.pack(model, jnp.ones((4, 8)))
     >>> with nm.nnx.packed(model, forms):  # in the scan over micro-steps
@@ -82,7 +83,8 @@ def packed(model: Any, forms: Mapping[str, Mapping[FormKey, Form]]) -> Iterator[
       ValueError: The forms name a layer that is not a sparse layer of the model.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> with nm.nnx.packed(model, {"up": {}}):
     ...     pass
     Traceback (most recent call last):

@@ -107,7 +107,8 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp, nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> plan = nm.nnx.plan(model, jnp.ones((16, 8)))
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)

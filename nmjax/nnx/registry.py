@@ -153,7 +153,8 @@ def register_layer(
     ...     def __call__(self, x):
     ...         return jnp.einsum("bi,oi->bo", x, self.w[...])
     >>> nm.nnx.register_layer(Projection, weight="w", input=lambda layer: (-1, layer.w.shape[1]))
-    >>> model = nm.nnx.sparsify(Projection(8, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(Projection(8, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.patterns(model)
     {'w': 2:4 along axis 1}
     """

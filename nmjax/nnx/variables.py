@@ -33,17 +33,26 @@ class SparsityVariable(nnx.Variable[jax.Array]):
         nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> print(*sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nm.nnx.SparsityVariable))))
     time words
     """
 
 
 class SparsityState(nnx.Module):
-    """The pruned product of a layer, in its attribute ``nm_state``.
+    """The sparsity of a layer, in its attribute ``nm_state``.
+
+    Attributes:
+      sparsity: The pruner of each slot.
+      words: Two uint32 words from which the layer draws its random numbers; None if it draws none.
+      time: The step and the micro-step; None if nothing depends on them.
+      state: The arrays that slots keep, such as a held mask of the weight's shape, by slot; None if they keep none.
+      phase: The first step of the phase that `nmjax.nnx.phase` has set; None if it has set none.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> model.nm_state
     SparsityState(
       y_w=ste(mse(2,4))
