@@ -152,11 +152,11 @@ def test_every_pruner_and_method_is_on_the_page_of_texts():
 def test_the_page_of_the_architecture_names_files_that_exist():
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         if row := re.match(r"\| `(\w+)/` \| .*? \| (.*) \|$", line):
-            (room,) = [
+            (folder,) = [
                 ROOT / package / row[1] for package in ("nmjax", "experiments") if (ROOT / package / row[1]).is_dir()
             ]
             for name in re.findall(r"`([\w/]+)`", re.sub(r"\([^)]*\)", "", row[2])):
-                assert (room / f"{name}.py").exists() or (room / name).is_dir(), f"{row[1]}/ has no {name}"
+                assert (folder / f"{name}.py").exists() or (folder / name).is_dir(), f"{row[1]}/ has no {name}"
 
 
 COPIES = ("reproduction.md", "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/

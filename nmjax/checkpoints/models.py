@@ -170,8 +170,8 @@ def save(
     ...     model = nm.nnx.sparsify(load(source), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     ...     save(target, nm.nnx.harden(model), like=source)
     """
-    if (path := unhardened(model)) is not None:
-        raise CheckpointError(f"the model is sparse: it prunes at {path}. Save nm.nnx.harden(model).")
+    if (layer := unhardened(model)) is not None:
+        raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
     about, tensors, folder, home = family or _family(like), _read(like), Path(path), _home(like)
     config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
