@@ -387,8 +387,8 @@ def _known(params: Any, state: Mapping[str, WeightState]) -> dict[str, Any]:
     unknown = [path for path in state if path not in values]
     if unknown:
         raise ValueError(
-            f"params has no parameter {', '.join(map(repr, unknown[:4]))}, but the state has it. Pass the same "
-            "tree of parameters as to init."
+            f"the state is of {', '.join(map(repr, unknown[:4]))}, which params does not have. Pass the same tree of "
+            "parameters as to init."
         )
     return values
 

@@ -259,7 +259,7 @@ def test_a_stack_that_is_also_used_whole():
     nm.transform(f, every("ste(2,4)"), mask_per_product=True).init(params, x)
 
 
-def test_sites_of_other_parameters_are_refused():
+def test_the_state_of_other_parameters_is_refused():
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
     sparse = nm.transform(MATMUL, every("ste(2,4)"))
     sites = sparse.init(params, x)
@@ -267,7 +267,7 @@ def test_sites_of_other_parameters_are_refused():
     calls = [lambda: sparse.harden(other, sites), lambda: sparse.set_step(other, sites, 1)]
     calls += [lambda: sparse.violations(other, sites), lambda: sparse(other, x, state=sites)]
     for call in calls:
-        with pytest.raises(ValueError, match="params has no parameter 'w', but there are sites for it"):
+        with pytest.raises(ValueError, match="the state is of 'w', which params does not have"):
             call()
 
 
@@ -350,7 +350,7 @@ def test_only_the_branch_of_the_platform_is_compiled():
         (lambda: nm.transform(max, every("ste(2,4)"), seed=2**64), ValueError, "an int seed must fit 64 bits"),
         (
             lambda: nm.transform(MATMUL, every("mvue(2,4)"))({"w": jnp.ones((8, 8))}, jnp.ones((8, 8))),
-            ValueError, r"^w: .* reads what init returns: write sites = f.init\(params, ...\)",
+            ValueError, r"^w: .* reads what init returns: write state = f.init\(params, ...\)",
         ),
         (
             lambda: nm.transform(MATMUL, every("ste(2,4)")).init({"w": jnp.ones((6, 8))}, jnp.ones((8, 6))),
@@ -668,7 +668,7 @@ def test_a_plan_refuses_what_init_refuses_and_tells_what_init_warns_of():
     recipe = nm.Recipe((("w", "ste(2,4)"), ("used", "dense")))
     plan = nm.transform(f, recipe).plan(params, x)
     assert (plan.missed, plan.refused) == (("w",), ())
-    assert "Parameters that a rule matches and no registered layer has, so they stay dense: w 16x16" in repr(plan)
+    assert "Parameters that a rule matches and no registered layer has, so they stay dense: w 16x16" in plan._notes()
     with pytest.warns(UserWarning, match="no product takes them"):
         assert nm.transform(f, recipe).init(params, x) == {}
     plan = nm.transform(f, nm.Recipe((("v", "ste(2,4)"), (".*", "dense")))).plan(params, x)
