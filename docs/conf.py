@@ -11,6 +11,8 @@ HERE = Path(__file__).parent
 NOTEBOOKS = HERE.parent / "notebooks"
 sys.path.insert(0, str(HERE.parent))
 
+from docutils import nodes  # noqa: E402
+
 import nmjax  # noqa: E402
 from docs import public  # noqa: E402
 from experiments import gallery  # noqa: E402
@@ -103,9 +105,18 @@ def for_the_site(app: Any, name: str, content: list[str]) -> None:
     content[0] = re.sub(r"(?ms)^<!-- (\{\w+\}.*?)^-->$", r"```\1```", content[0])
 
 
+def without_last_row(_: Any, page: nodes.document) -> None:
+    """Remove the empty line that ends the examples of pages, where `doctest` needs one."""
+    for block in page.findall(nodes.literal_block):
+        if block.rawsource == block.astext():
+            block.rawsource = block.rawsource.rstrip()
+            block[:] = [nodes.Text(block.rawsource)]
+
+
 def setup(app: Any) -> None:
     """Sphinx calls this."""
     app.connect("source-read", for_the_site)
+    app.connect("doctree-read", without_last_row)
 
 
 def copy_page(source: Path, target: Path) -> None:

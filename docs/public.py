@@ -3,7 +3,9 @@
 import ast
 import importlib
 import inspect
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,6 +25,59 @@ SPACES = {  # the module, and what its page is called
     "nmjax.random": "Random numbers",
     "nmjax.kernels": "Kernels",
     "nmjax.models": "Models",
+}
+
+
+# The names of a page in groups, in the order in which one uses them. Names of other pages are in alphabetical order.
+ORDER = {
+    "nmjax": {
+        "Sparsity as text and as a value": "parse Recipe Sparsity parse_pruner",
+        "Prune arrays, products and functions": (
+            "prune show einsum dot_general conv_general_dilated ragged_dot transform fused"
+        ),
+        "Pruners": "mse mvue mvue_approx uniform soft transposable rows wanda ria identity",
+        "Gradient rules of weights": "ste sr_ste decay",
+        "Pruners made of others": "raw rescale fp8 chain hold permute stages stage",
+        "Schedules": "constant linear cosine exponential stairs optax_schedule",
+        "Packed arrays and activation functions": "pack unpack Packed squared_relu exact_gelu",
+        "To write a pruner": "Pruner Grouped Selector Remembering Ctx Facts KernelForm Picture",
+    },
+    "nmjax.methods": {
+        "Weights": "s_ste mdgf sdgf sr_ste ste fst bdwp bi_mask random_mask",
+        "Gradients": "mvue sdgp top_gradient",
+        "Activations, and none": "activation dense",
+    },
+    "nmjax.nnx": {
+        "Train": "sparsify plan set_step harden patterns violations",
+        "More layers, seeds and weights that are loaded later": "register_layer reset_state reseed phase",
+        "Prune in one shot": "prune calibrate set_norms Pruned Inputs",
+        "Look inside": "weights masks scales gradient_errors",
+        "Inference": "pack packed",
+        "What a plan holds": "Plan LayerPlan SlotPlan Route",
+        "What a sparse layer holds": "SparsityState SparsityVariable",
+    },
+    "nmjax.linen": {
+        "Train": "sparsify plan set_step harden patterns violations",
+        "More layers, and weights that are loaded later": "register_layer reset_state paths",
+        "Look inside": "weights masks scales gradient_errors",
+    },
+    "nmjax.checkpoints": {
+        "Models": "load save architecture verify write_onnx convert_gguf",
+        "Tensors": "read write parameters Tensors Gguf Verified CheckpointError",
+        "To add a kind of checkpoint": "Family Table Rename",
+    },
+    "nmjax.oneshot": {"Solvers": "magnitude wanda ria sparsegpt admm Solved"},
+    "nmjax.metrics": {
+        "Masks": "density flip_rate flip_rates sad ties violations",
+        "Errors": "pruned_error gradient_error gradient_variance error weight",
+        "Results": "Error Weight Pattern path",
+    },
+    "nmjax.kernels": {
+        "Products": "spmm",
+        "Devices": "on target Target",
+        "Tiles": "HopperConfig BlackwellConfig AmpereConfig",
+    },
+    "nmjax.models": {"Models": "ViT GPT MoE BERT Decoder ResNet", "Parts and text": "generate Rotary"},
 }
 
 
@@ -56,7 +111,9 @@ def names(space: str) -> list[Public]:
         for name, value in vars(home).items()
         if not name.startswith("_") and callable(value) and (name in re_exported or _origin(value) == home.__name__)
     ]
-    return sorted(members, key=lambda member: member.name.lower())
+    members.sort(key=lambda member: member.name.lower())
+    place = {f"{space}.{name}": i for i, name in enumerate(" ".join(ORDER.get(space, {}).values()).split())}
+    return sorted(members, key=lambda member: place.get(member.name, len(place)))
 
 
 def _origin(value: Any) -> str:
@@ -82,7 +139,10 @@ def _page(space: str, title: str) -> str:
         f".. py:currentmodule:: {space}",
         "",
     ]
-    for name, value in names(space):
+    own = names(space)
+    for title, group in ORDER.get(space, {"Names": " ".join(one.name.rpartition(".")[2] for one in own)}).items():
+        lines += _summary(title, [one for one in own if one.name.rpartition(".")[2] in group.split()])
+    for name, value in own:
         if inspect.isclass(value):
             lines += [f".. autoclass:: {name}", *(["   :members:"] if _shows_members(value) else []), ""]
         elif inspect.isfunction(value) or inspect.isbuiltin(value):
@@ -92,9 +152,24 @@ def _page(space: str, title: str) -> str:
     return "\n".join(lines)
 
 
+def _summary(title: str, group: Iterable[Public]) -> list[str]:
+    """Return a table of names, each with the first sentence of its docstring."""
+    lines = [f".. rubric:: {title}", "", ".. list-table::", "   :class: names", "   :widths: 25 75", ""]
+    for name, value in group:
+        paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+        sentence = re.match(r"(.*?\.)(?: |$)", paragraph)
+        short = name.rpartition(".")[2]
+        lines += [f"   * - `{short} <{name}>`", f"     - {sentence[1] if sentence else paragraph}"]
+    return [*lines, ""]
+
+
 def _shows_members(value: type) -> bool:
-    """Return whether a class is more than a value that users construct: pruners other than the bases are not."""
+    """Return whether a class is more than a value that users construct or look at, as most pruners are."""
     from nmjax.core.bases import Grouped
     from nmjax.core.pruner import Pruner
+    from nmjax.nnx.variables import SparsityState
+
+    if value is SparsityState:
+        return False
 
     return not issubclass(value, Pruner) or value in (Pruner, Grouped)

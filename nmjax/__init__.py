@@ -8,7 +8,7 @@ of a layer's three products. A *recipe* gives each layer of a model its sparsity
 Array([ 0.,  0.,  3., -4.], dtype=float32)
 >>> nm.parse("s_ste(2,4)")
 y_w=ste(soft(2,4)); dw_g=mvue(2,4)
->>> recipe = nm.Recipe(((r".*/mlp/.*", "s_ste(2,4)"), (r".*", "dense")))  # for nm.nnx.sparsify(model, recipe)
+>>> recipe = nm.Recipe({r".*/mlp/.*": "s_ste(2,4)", r".*": "dense"})  # for nm.nnx.sparsify
 """
 
 from nmjax import (

@@ -36,13 +36,18 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return its exit status.
 
-    It is 0 for success; 1 if `verify` finds no n:m tensor, one that is broken, has NaN or infinity or does not fit, or
-    with ``--every`` one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
+    It is 0 for success, and for help, which is also printed without arguments; 1 if `verify` finds no n:m tensor, one
+    that is broken, has NaN or infinity or does not fit, or with ``--every`` one that is not n:m; 1 if `plan` finds a
+    refusal; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2
     """
-    asked = _parser().parse_args(argv)
+    parser, words = _parser(), sys.argv[1:] if argv is None else argv
+    if not words:
+        parser.print_help()
+        return 0
+    asked = parser.parse_args(words)
     tell = lambda text: print(f"nmjax {asked.command}: {_line(text)}", file=sys.stderr)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
@@ -73,10 +78,27 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose paragraphs wrap to the terminal, and whose lines that begin with spaces stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = lambda line: line if line.startswith(" ") else super(_Help, self)._fill_text(line, width, indent)
+        return "\n".join(map(wrap, text.split("\n")))
+
+
+EXAMPLE = """Example, for a folder minilm in the layout of Hugging Face's transformers:
+
+  nmjax prune minilm --data lines.txt --out minilm-24
+  nmjax verify minilm-24
+
+'nmjax COMMAND --help' lists the options of a command."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="nmjax", description="Convert, verify, prune and export N:M sparse checkpoints, and plan recipes for them."
-    )
+        prog="nmjax", formatter_class=_Help, epilog=EXAMPLE,
+        description="Convert, verify, prune and export N:M sparse checkpoints, and plan recipes for them.",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:

@@ -24,10 +24,10 @@ def fused(
       x: The layer's input.
 
     >>> import jax.numpy as jnp
-    >>> negative = lambda x: -x  # in place of a layer
-    >>> fused(jax.nn.relu, negative, jnp.array([1., -2.]))
-    Array([0., 2.], dtype=float32)
+    >>> layer = lambda x: x @ jnp.ones((8, 16))  # or a sparse nnx.Linear(8, 16)
+    >>> fused(jax.nn.gelu, layer, jnp.ones((4, 8))).shape
+    (4, 16)
     """
-    site = getattr(layer, "nm_site", None)  # of a sparse layer: a `nmjax.nnx.SiteModule`
+    site = getattr(layer, "nm_state", None)  # of a sparse layer: a `nmjax.nnx.SparsityState`
     through = getattr(site, "activated", None)
     return activation(layer(x)) if through is None else through(activation, layer, x)

@@ -151,6 +151,16 @@ def test_the_command_in_a_process(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     np.testing.assert_equal(run("verify", GOLDEN / "bert").returncode, 1)
     assert "convert" in run("--help").stdout
+    assert run().stdout == run("--help").stdout
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_help_fits_the_terminal_and_has_an_example(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= width
+    assert "\n  nmjax prune minilm --data lines.txt --out minilm-24\n" in said
 
 
 # ---- prune ----

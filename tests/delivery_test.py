@@ -67,8 +67,8 @@ class LinenEinsum(nn.Module):
         return jnp.einsum(self.spec, x, self.param("kernel", nn.initializers.lecun_normal(), self.shape))
 
 
-nm.nnx.door(NnxEinsum, weight="kernel")
-linen.door(LinenEinsum, weight="kernel")
+nm.nnx.register_layer(NnxEinsum, weight="kernel")
+linen.register_layer(LinenEinsum, weight="kernel")
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Nnx(Way):
         return self.model(w, state)(x)
 
     def site(self, state):
-        site = self.model(jnp.ones(self.layer.w), state).layer.nm_site
+        site = self.model(jnp.ones(self.layer.w), state).layer.nm_state
         return site.words, {name: v[...] for name, v in site.state.items()} if site.state else None
 
     def harden(self, w, state):
@@ -270,7 +270,7 @@ class Tree(Way):
         return self.sparse.set_step({"layer": w}, state, *time)
 
     def call(self, w, state, x):
-        return self.sparse({"layer": w}, x, sites=state)
+        return self.sparse({"layer": w}, x, state=state)
 
     def site(self, state):
         return state["layer"].words, state["layer"].state
@@ -278,12 +278,13 @@ class Tree(Way):
     def harden(self, w, state):
         hard, left = self.sparse.harden({"layer": w}, state)
         again = self.sparse.harden(hard, left)[0]["layer"]
-        call = lambda x: self.sparse(hard, x, sites=left)
+        call = lambda x: self.sparse(hard, x, state=left)
         return hard["layer"], again, call, self.sparse.violations(hard, state)["layer"]
 
 
-WAYS = {"nnx": Nnx, "linen": Linen, "tree": Tree, "nnx door": NnxDeclared, "linen door": LinenDeclared}
-MODELS = ("nnx", "linen", "nnx door", "linen door")
+WAYS = {"nnx": Nnx, "linen": Linen, "tree": Tree, "registered nnx": NnxDeclared, "registered linen": LinenDeclared}
+REGISTERED = ("tree", "registered nnx", "registered linen")
+MODELS = ("nnx", "linen", "registered nnx", "registered linen")
 WORDS = (634120496, 2065500201)
 """The noise words of the path "layer" and the seed 5, in all ways and versions."""
 
@@ -293,12 +294,12 @@ WORDS = (634120496, 2065500201)
 
 SOME = ("s_ste(2,4)", "fst(every=3)", EVERY)
 CASES = [(way, "dense", m) for way in ("nnx", "linen", "tree") for m in METHODS]
-CASES += [("nnx door", "dense", m) for m in SOME] + [("linen door", "dense", m) for m in SOME]
+CASES += [("registered nnx", "dense", m) for m in SOME] + [("registered linen", "dense", m) for m in SOME]
 CASES += [(way, layer, m) for way in ("nnx", "linen", "tree") for layer in ("two axes", "batched") for m in SOME]
 CASES += [(way, "conv", m) for way in ("nnx", "linen", "tree") for m in METHODS[::3] + SOME if "bi_mask" not in m]
 CASES += [("nnx", layer, m) for layer in ("heads", "experts", "turned") for m in SOME]
-CASES += [(way, layer, m) for way in ("tree", "nnx door", "linen door") for layer in ("heads", "turned") for m in SOME]
-CASES += [(way, "in front", m) for way in ("tree", "linen door", "nnx") for m in SOME]
+CASES += [(way, layer, m) for way in REGISTERED for layer in ("heads", "turned") for m in SOME]
+CASES += [(way, "in front", m) for way in ("tree", "registered linen", "nnx") for m in SOME]
 CASES = list(dict.fromkeys(CASES))  # "conv" refuses bi_mask, for its feature groups
 
 
@@ -498,7 +499,7 @@ class TreeStack(Stack):
         return self.sparse.set_step(self.tree(w), state, *time)
 
     def call(self, w, state, x):
-        return self.sparse(self.tree(w), x, sites=state)
+        return self.sparse(self.tree(w), x, state=state)
 
 
 UP = (3386242053, 4096807448)
@@ -551,7 +552,7 @@ FINAL = (
 )  # fmt: skip
 HARDENED = [(w, "two axes", t, d) for t in FINAL for w in ("nnx", "linen", "tree") for d in (None, jnp.bfloat16)]
 HARDENED += [(w, "conv", t, None) for t in ("s_ste(2,4)", "ste(1,4)") for w in ("nnx", "linen", "tree")]
-HARDENED += [(w, "turned", t, None) for t in ("s_ste(2,4)", "fst(every=3)") for w in ("nnx door", "linen door", "tree")]
+HARDENED += [(w, "turned", t, None) for t in ("s_ste(2,4)", "fst(every=3)") for w in REGISTERED]
 
 
 @pytest.mark.filterwarnings("ignore:violations")

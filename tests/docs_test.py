@@ -62,6 +62,13 @@ def test_every_public_name_is_in_the_reference_once():
             assert f"nmjax.{name}" in listed
 
 
+def test_an_order_has_every_name_of_its_page():
+    for space, groups in public.ORDER.items():
+        ordered = " ".join(groups.values()).split()
+        assert len(ordered) == len(set(ordered))
+        assert [name.name for name in public.names(space)] == [f"{space}.{name}" for name in ordered], space
+
+
 def names_used(page: Path) -> set[str]:
     """Return every name that a page or a notebook takes from nm, as nm.nnx.plan."""
     text = page.read_text()
@@ -147,11 +154,11 @@ def test_every_pruner_and_method_is_on_the_page_of_texts():
 def test_the_page_of_the_architecture_names_files_that_exist():
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         if row := re.match(r"\| `(\w+)/` \| .*? \| (.*) \|$", line):
-            (room,) = [
+            (folder,) = [
                 ROOT / package / row[1] for package in ("nmjax", "experiments") if (ROOT / package / row[1]).is_dir()
             ]
             for name in re.findall(r"`([\w/]+)`", re.sub(r"\([^)]*\)", "", row[2])):
-                assert (room / f"{name}.py").exists() or (room / name).is_dir(), f"{row[1]}/ has no {name}"
+                assert (folder / f"{name}.py").exists() or (folder / name).is_dir(), f"{row[1]}/ has no {name}"
 
 
 COPIES = ("reproduction.md", "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/

@@ -1,4 +1,4 @@
-"""The house: which room may import from which."""
+"""Which package of nmjax and of experiments may import from which."""
 
 import ast
 import importlib
@@ -10,23 +10,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# The rooms of each package. A file imports from its own room and from earlier ones, and no file from itself by way of
-# others. Imports inside of functions do not count.
-ROOMS = {
+# The packages of each root. A file imports from its own package and from earlier ones, and no file from itself by way
+# of others. Imports inside of functions do not count.
+PACKAGES = {
     "nmjax": (
         "core pruners kernels products recipes analysis programs policies fusing optim oneshot models nnx linen "
         "checkpoints __init__ __main__"
     ),
     "experiments": (
         "errors files config_files data scale report training load members collected sweep usage command studies bench "
-        "recorded claims evidence frontier reproduce gallery"
+        "recorded claims evidence frontier reproduce gallery cover"
     ),
 }  # fmt: skip
-PLACES = {f"{package}.{room}": i for package, rooms in ROOMS.items() for i, room in enumerate(rooms.split())}
+PLACES = {f"{root}.{package}": i for root, packages in PACKAGES.items() for i, package in enumerate(packages.split())}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for package in ROOMS
-    for path in sorted((ROOT / package).rglob("*.py"))
+    for root in PACKAGES
+    for path in sorted((ROOT / root).rglob("*.py"))
 }
 
 
@@ -58,24 +58,24 @@ OURS = {
 }
 
 
-def room(name: str) -> str:
+def package_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def test_a_room_imports_from_earlier_rooms():
+def test_a_package_imports_from_earlier_packages():
     wrong = [
         f"{name} imports {other}"
         for name, others in OURS.items()
         for other in others
         if (name.split(".")[0], other.split(".")[0]) == ("nmjax", "experiments")
-        or (name.split(".")[0] == other.split(".")[0] and PLACES[room(other)] > PLACES[room(name)])
+        or (name.split(".")[0] == other.split(".")[0] and PLACES[package_of(other)] > PLACES[package_of(name)])
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_room_has_a_place():
-    own = {f"{package}.__init__" for package in ROOMS}
-    assert {room(name) for name in FILES} - own == PLACES.keys() - own
+def test_every_package_has_a_place():
+    own = {f"{root}.__init__" for root in PACKAGES}
+    assert {package_of(name) for name in FILES} - own == PLACES.keys() - own
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -129,7 +129,7 @@ def test_methods_are_parsed_without_a_device():
 
 
 def test_the_core_does_without_flax():
-    """Pruners, products and plans are of arrays and shapes. Other rooms use Flax."""
+    """Pruners, products and plans are of arrays and shapes. Other packages use Flax."""
     users = {
         name.split(".")[1] for name, path in FILES.items() if name.startswith("nmjax.") and "flax" in path.read_text()
     }

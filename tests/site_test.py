@@ -1,5 +1,6 @@
 """The site fails to build, and the examples of the pages fail, if something in them is wrong."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,12 @@ PAGE = """# A page
 See [the other section](#here), $a < b$ and [the changes](../CHANGELOG.md).
 
 ## Here
+
+```python
+>>> 1 + 1
+2
+
+```
 
 Also [the table](../experiments/results/gpu_silicon.md).
 
@@ -67,6 +74,7 @@ def test_mistakes_in_pages_fail_the_build(site):
     shown = (html / "page.html").read_text()
     assert 'href="#silicon-on-an-h100"' in shown  # of the file that is included in a comment
     assert 'id="silicon-on-an-h100"' in shown
+    assert re.search(r"<span class=\"go\">2</span>\n</pre>", shown)  # without an empty row at the foot
     code, output = site({"page": PAGE} | {name: f"{PAGE}\n{text}\n" for name, text in BROKEN.items()})
     assert code != 0
     for name in BROKEN:

@@ -9,7 +9,7 @@ from typing import Any, assert_type
 import jax, jax.numpy as jnp, nmjax as nm
 from flax import nnx
 from flax.core import FrozenDict
-from nmjax.programs.sites import Site
+from nmjax.programs.states import WeightState
 
 class Net(nnx.Module): ...
 
@@ -27,8 +27,8 @@ def on_linen(variables: dict[str, Any], frozen: FrozenDict[str, Any]) -> None:
 
 def on_functions(f: nm.transform, params: list[jax.Array]) -> None:
     sites = f.init(params, jnp.ones(4))
-    assert_type(f.set_step(params, sites, 1), dict[str, Site])
-    assert_type(f.harden(params, sites), tuple[list[jax.Array], dict[str, Site]])
+    assert_type(f.set_step(params, sites, 1), dict[str, WeightState])
+    assert_type(f.harden(params, sites), tuple[list[jax.Array], dict[str, WeightState]])
 
 def on_values(texts: dict[str, str], values: dict[str, nm.Sparsity], pairs: list[tuple[str, str]]) -> None:
     nm.Recipe(texts), nm.Recipe(values), nm.Recipe(pairs)

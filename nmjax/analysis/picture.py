@@ -75,16 +75,19 @@ class Picture:
         width = columns * _CELL + gaps(columns - 1, not self.down) + 2
         height = rows * _CELL + gaps(rows - 1, self.down) + 22
         size = np.abs(np.nan_to_num(self.values.astype(np.float64), posinf=0.0, neginf=0.0))
-        size = size / (size.max() or 1.0)
+        full = float(np.quantile(size[self.kept], 0.95)) if self.kept.any() else 0.0  # a few large values pale nothing
+        full = full or 1.0
+        scale = "" if self.values.dtype == bool else f". The colour follows the magnitude, and is full from {full:.3g}"
         cells = []
         for i in range(rows):
             for j in range(columns):
                 x, y = 1 + j * _CELL + gaps(j, not self.down), 1 + i * _CELL + gaps(i, self.down)
-                fill = f"#1a7f64' fill-opacity='{0.3 + 0.7 * size[i, j]:.2f}" if self.kept[i, j] else "none"
+                shade = 0.06 + 0.94 * min(size[i, j] / full, 1)  # a tiny value differs from a dropped one
+                fill = f"#1a7f64' fill-opacity='{shade:.2f}" if self.kept[i, j] else "none"
                 cells.append(f"<rect x='{x}' y='{y}' width='{_CELL - 2}' height='{_CELL - 2}' fill='{fill}'/>")
         return (
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{max(width, 7 * len(self.caption))}' height='{height}' "
-            f"role='img' aria-label='{self.caption}'><g stroke='#8884' stroke-width='1'>{''.join(cells)}</g>"
+            f"role='img' aria-label='{self.caption}{scale}'><g stroke='#8884' stroke-width='1'>{''.join(cells)}</g>"
             f"<text x='1' y='{height - 6}' font-size='12' font-family='sans-serif' fill='#888'>{self.caption}</text>"
             "</svg>"
         )
@@ -95,8 +98,8 @@ def show(
 ) -> Picture:
     """Return a picture of an array, of a mask, or of what a pruner keeps of an array.
 
-    A terminal shows it as text, and a notebook as SVG. Large arrays are cut to their first rows and columns; an array
-    of more than two axes to its first matrix.
+    A terminal shows it as text, and a notebook as SVG: there the colour of a value follows its magnitude. Large
+    arrays are cut to their first rows and columns; an array of more than two axes to its first matrix.
 
     Args:
       what: A pruner; or an array, whose zeros are shown as dropped; or a mask.

@@ -4,17 +4,12 @@
 """
 
 import html
-import io
 import math
-import shutil
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from nmjax.analysis import flops, runs, savings
 from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
@@ -61,21 +56,23 @@ class SlotPlan(NamedTuple):
     of_rows: bool = False
 
     def __str__(self) -> str:
-        """Return the slot as the table shows it."""
-        text = f"{self.name}={self.pruner}"
+        """Return the slot and what the plan says of it, a line for each."""
+        return "\n  ".join([f"{self.name}={self.pruner}", *self.facts])
+
+    @property
+    def facts(self) -> list[str]:
+        """What the plan says of the slot: its groups and its norm, or that it is refused."""
         if self.refused:
-            return f"{text}\n  REFUSED"
-        norms = f"\n  norm {' or '.join(_NORMS[norm] for norm in self.norms)}" if self.norms else ""
+            return ["REFUSED"]
+        norms = [f"norm {' or '.join(_NORMS[norm] for norm in self.norms)}"] if self.norms else []
         if self.pruner.facts.block == 1:  # no groups
-            return text + norms
+            return norms
         unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
-            return f"{text}\n  {unknown}{norms}"
+            return [unknown, *norms]
         kind = "groups of rows" if self.of_rows else "groups"
         along = f"{kind} along {' x '.join(map(str, self.along))}"
-        if self.groups is None:
-            return f"{text}\n  {along}, {unknown}{norms}"
-        return f"{text}\n  {self.groups:,} {along}{norms}"
+        return [f"{along}, {unknown}" if self.groups is None else f"{self.groups:,} {along}", *norms]
 
 
 _NORMS = {"spatial": "over space", "group": "of each group"}
@@ -240,7 +237,11 @@ def _auto_rescale(p: Pruner) -> rescale | None:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The plan of a model. It prints as a table, also in a notebook.
+    """The plan of a model. It prints as a table of 80 columns, and in a notebook as HTML.
+
+    Layers that differ only in a number of their paths, or in the last name, share a row: ``blocks/0-11/mlp/(down|up)``
+    are 24 layers of one class and shape, which the plan answers alike. The GFLOPs of a row are those of all its layers.
+    A reason that several layers share stands once, below the table, with their paths.
 
     Attributes:
       layers: The plan of every layer that can be sparse.
@@ -248,7 +249,7 @@ class Plan:
       uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
       recipe_refusals: (where, reason) of what `nmjax.nnx.sparsify` would refuse in the recipe itself.
-      missed: The paths of parameters that a rule matches and no door reaches.
+      missed: The paths of parameters that a rule matches and no registered layer has.
       speed: The FLOPs per second of a dense product on this CPU, if a product is compacted.
 
     >>> import nmjax as nm
@@ -256,6 +257,15 @@ class Plan:
     >>> plan = Plan((layer,), elsewhere=0, uncovered=(), parameters=36)
     >>> plan.forward, plan.training, plan.refused
     ((1024, 512.0), (3072, 2560.0), ())
+    >>> plan
+    layer                           left of the FLOPs GFLOPs of all         hardened
+      slot                          y     dx    dw    three products
+    ────────────────────────────────────────────────────────────────────────────────
+    up
+      Linear 8x4                    0.5   1     1     3.072e-06 → 2.56e-06  2:4
+    <BLANKLINE>
+    36 parameters, 0 of 1 layers pruned; GFLOPs forward 1.024e-06 → 5.12e-07, with
+      backward 3.072e-06 → 2.56e-06
     """
 
     layers: tuple[LayerPlan, ...]
@@ -333,18 +343,15 @@ class Plan:
         return tuple(sorted({step for layer in self.layers for step in assuming_features_fit(layer.sparsity).phases}))
 
     def __repr__(self) -> str:
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        for title in _HEAD:
-            table.add_column(title, overflow="fold")
-        for row in self._rows():
-            table.add_row(*row)
-        out, width = io.StringIO(), min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)
-        console = Console(
-            file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False, force_jupyter=False,
-            legacy_windows=False,
-        )  # fmt: skip
-        console.print(table, *self._notes(), sep="\n")
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        lines = [*_line("layer", "left of the FLOPs", "GFLOPs of all", "hardened")]
+        lines += [*_line("  slot", _shares("y", "dx", "dw"), "three products", ""), "─" * _WIDTH]
+        for paths, alike in self._folded():
+            first, (shares, cost, form) = alike[0], _numbers(alike)
+            lines += _wrapped(paths, "  ")
+            lines += _line(f"  {_kind(alike)}", shares, cost, form)
+            for slot in first.slots:
+                lines += _line(f"  {slot.name}={slot.pruner}", ", ".join(slot.facts))
+        return "\n".join([*lines, "", *(line for note in self._notes() for line in _wrapped(note, "  "))])
 
     def _repr_html_(self) -> str:
         # Some viewers of notebooks, such as GitHub, drop styles. So line breaks are <br>, and spaces are entities.
@@ -355,20 +362,32 @@ class Plan:
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
 
+    def _folded(self) -> list[tuple[str, list[LayerPlan]]]:
+        """Return (paths, layers) of the rows. Layers that differ only in a number or in the last name share a row."""
+        answers = lambda one: one._replace(path="", reads_data=False)
+        by_folder: dict[tuple[str, LayerPlan], list[tuple[str, list[LayerPlan]]]] = {}
+        for alike in layer_paths.alike((one.path, answers(one), one) for one in self.layers):
+            paths = layer_paths.short([layer.path for layer in alike])
+            folder = paths.rpartition("/")[0]
+            by_folder.setdefault((folder if folder and ", " not in paths else paths, answers(alike[0])), []).append(
+                (paths, alike)
+            )
+        return [
+            (", ".join(layer_paths.gathered(paths for paths, _ in rows)), [layer for _, own in rows for layer in own])
+            for rows in by_folder.values()
+        ]
+
     def _rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table. Layers that differ only in the numbers of their paths share a row."""
-        rows: list[tuple[str, ...]] = []
-        for alike in layer_paths.alike((one.path, one._replace(path="", reads_data=False), one) for one in self.layers):
-            first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
-            count, kernel = f"{len(alike)} " if len(alike) > 1 else "", "x".join(map(str, first.kernel))
-            rows.append((
-                f"{layer_paths.short([layer.path for layer in alike])}\n  {count}{first.kind} {kernel}",
-                "\n".join(map(str, first.slots)) or "dense",
-                " ".join(f"{share:.3g}" for share in first.shares),
-                "" if first.flops is None else _change(3 * cost, cost * sum(first.shares)),
-                first.hardened,
-            ))  # fmt: skip
-        return rows
+        """Return the cells of the table in HTML."""
+        return [
+            (
+                f"{paths}\n  {_kind(alike)}",
+                "\n".join(map(str, alike[0].slots)) or "dense",
+                " ".join(f"{share:.3g}" for share in alike[0].shares),
+                *_numbers(alike)[1:],
+            )
+            for paths, alike in self._folded()
+        ]
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
@@ -390,17 +409,17 @@ class Plan:
         others = [(path, shape) for path, shape in self.uncovered if path not in self.missed]
         if self.missed:
             meant = [(path, shape) for path, shape in self.uncovered if path in self.missed]
-            lines.insert(0, f"Parameters that a rule matches and no door reaches, so they stay dense: {_shapes(meant)}")
+            lead = "Parameters that a rule matches and no registered layer has, so they stay dense"
+            lines.insert(0, f"{lead}: {_shapes(meant)}")
         if others:
             lead = "Other parameters" if self.missed else "Parameters"
-            lines.append(f"{lead} that no door reaches: {_shapes(others)}")
+            lines.append(f"{lead} outside registered layers: {_shapes(others)}")
         reasons = lambda layer: dict.fromkeys(reason for _, reason in layer.else_dense)
         left = [(layer.path, reason) for layer in self.layers for reason in reasons(layer)]
         lines += [f"Dense, as the rule says: {line}" for line in layer_paths.folded(left)]
         lines += self._route_notes()
         lines += savings.of_memory((layer.path, layer.kept) for layer in self.layers)
-        for alike in layer_paths.alike((path, reason, (path, reason)) for path, reason in self.refused):
-            lines.append(f"REFUSED in {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}")
+        lines += [f"REFUSED in {line}" for line in layer_paths.folded(self.refused)]
         if refused:
             lines.append("The FLOPs and the hardened forms above count the refused slots as if they pruned.")
         return lines
@@ -414,14 +433,14 @@ class Plan:
             return [f"In the phase from step {current:,}: {line}" for line in lines]
         if not any(layer.phases for layer in pruned):
             return lines
-        lines = [f"In one program for all steps: {line}" for line in lines]
-        before: list[str] = []
+        before, lines = lines, [f"In one program for all steps: {line}" for line in lines]
         for start in (0, *self.phases):
             now = [(layer.path, layer.flops, runs.at(layer.runs, layer.phases, start)) for layer in pruned]
             dense = all(route.how == "dense" for _, _, own in now for _, route in own)
             found = runs.notes(now, self.speed) or ["All products are dense"] * dense
             left = self._at(start) / self.training[0]
-            lines += [f"From step {start:,} ({left:.2f} of the FLOPs): {line}" for line in found if line not in before]
+            changed = [line for line in found if line not in before] or ["as above"]
+            lines += [f"From step {start:,} ({left:.2f} of the FLOPs): {line}" for line in changed]
             before = found
         return lines
 
@@ -432,6 +451,51 @@ class Plan:
 
 
 _HEAD = ("layer", "slots", "left of\ny dx dw", "GFLOPs of\nall three", "hardened")
+
+
+# ---- a plan as text, in lines of 80 columns ----
+
+_WIDTH, _COLUMNS = 80, (32, 18, 22)
+
+
+def _line(*cells: str) -> list[str]:
+    """Return a row of the text. A first cell that is too long for its column has lines of its own."""
+    first, *others = cells
+    rest = "".join(cell.ljust(width) for cell, width in zip(others, (*_COLUMNS[1:], 0), strict=False)).rstrip()
+    if len(first) < _COLUMNS[0] or not rest:
+        return [(first.ljust(_COLUMNS[0]) + rest).rstrip()]
+    if len(first) + 2 + len(rest) <= _WIDTH and len(others) == 1:
+        return [f"{first}  {rest}"]
+    return [*_wrapped(first, "    "), " " * _COLUMNS[0] + rest]
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Return a text in lines. A word that is longer than a line is cut at its marks, as a path is at a slash."""
+    lines, words = [""], re.split(r"(?<= )", text)
+    for word in words:
+        parts = [word] if len(word) + len(indent) <= _WIDTH else re.split(r"(?<=[/|])|(?<=,)(?!\d)", word)
+        for part in parts:
+            if len(lines[-1]) + len(part.rstrip()) > _WIDTH and lines[-1].strip():
+                lines.append(indent)
+            lines[-1] += part
+    return [line.rstrip() for line in lines]
+
+
+def _shares(*shares: str) -> str:
+    return "".join(share.ljust(6) for share in shares).rstrip()
+
+
+def _kind(alike: list[LayerPlan]) -> str:
+    """Return the number, the class and the shape of the layers of a row."""
+    count = f"{len(alike)} " if len(alike) > 1 else ""
+    return f"{count}{alike[0].kind} {'x'.join(map(str, alike[0].kernel))}".rstrip()
+
+
+def _numbers(alike: list[LayerPlan]) -> tuple[str, str, str]:
+    """Return the shares, the costs and the hardened form of the layers of a row."""
+    first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
+    change = "" if first.flops is None else _change(3 * cost, cost * sum(first.shares))
+    return _shares(*(f"{share:.3g}" for share in first.shares)), change, first.hardened
 
 
 # ---- costs as text ----

@@ -26,7 +26,7 @@ from nmjax.checkpoints.tensors import (
     write_into,
 )
 from nmjax.checkpoints.torch_files import SUFFIXES
-from nmjax.nnx.variables import SiteModule
+from nmjax.nnx.variables import SparsityState
 from nmjax.pruners import identity
 
 HEAD = ("head/kernel", "head/bias")
@@ -170,8 +170,8 @@ def save(
     ...     model = nm.nnx.sparsify(load(source), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     ...     save(target, nm.nnx.harden(model), like=source)
     """
-    if (site := unhardened(model)) is not None:
-        raise CheckpointError(f"the model is sparse: it prunes at {site}. Save nm.nnx.harden(model).")
+    if (layer := unhardened(model)) is not None:
+        raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
     about, tensors, folder, home = family or _family(like), _read(like), Path(path), _home(like)
     config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
@@ -242,7 +242,7 @@ def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
 
 def unhardened(model: Any) -> str | None:
     """Return the path of a product that still prunes its weight, or None. A hardened model may prune activations."""
-    sparse = lambda v: isinstance(v, SiteModule) and v.sparsity.y_w != identity
+    sparse = lambda v: isinstance(v, SparsityState) and v.sparsity.y_w != identity
     return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from nmjax.checkpoints.drafts import replacing
 from nmjax.checkpoints.tensors import CheckpointError
-from nmjax.nnx.variables import SiteModule
+from nmjax.nnx.variables import SparsityState
 
 
 def write_onnx(
@@ -34,12 +34,14 @@ def write_onnx(
     >>> def convert(model):
     ...     write_onnx("model.onnx", model, jax.ShapeDtypeStruct((8, 16), jnp.float32), names=["x"])
     """
-    sites = {"/".join(map(str, place)): node for place, node in nnx.iter_graph(model) if isinstance(node, SiteModule)}
-    others = [place for place, s in sites.items() if s.sparsity != s.sparsity.only(y_x=s.sparsity.y_x)]
+    sparse = {
+        "/".join(map(str, place)): node for place, node in nnx.iter_graph(model) if isinstance(node, SparsityState)
+    }
+    others = [place for place, s in sparse.items() if s.sparsity != s.sparsity.only(y_x=s.sparsity.y_x)]
     if others:  # jax2onnx replaces each nnx.Linear as a whole, so it would export the dense weights
         raise CheckpointError(f"the model is sparse: it prunes at {others[0]}. Export nm.nnx.harden(model).")
-    if sites:
-        layer = next(iter(sites.values())).name
+    if sparse:
+        layer = next(iter(sparse.values())).name
         raise CheckpointError(f"{layer}: this layer prunes its input, and the export would lose that.")
     try:
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]

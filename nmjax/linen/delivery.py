@@ -9,55 +9,58 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from nmjax.linen.doors import Weight, weights_of
 from nmjax.linen.layer import Call
+from nmjax.linen.registry import Weight, weights_of
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.missed import Missed, report
 from nmjax.recipes.table import Recipe
 
 Path = tuple[str, ...]
-NO_LAYERS = "has no layer with a door, so nothing would be pruned. Declare doors, nm.linen.door(..., weight=...)."
+NO_LAYERS = (
+    "has no registered layer, so nothing would be pruned. Register its layers: "
+    "nm.linen.register_layer(..., weight=...)."
+)
 ACTIVE = threading.local()  # Flax keeps interceptors for each thread
 RECIPE = jax.make_user_context(None)  # what is compiled under one recipe is not run under another
 
 
 class Reached:
-    """The parameters of a model that is initializing, and those that a door reaches.
+    """The parameters of a model that is initializing, and those of registered layers.
 
     Attributes:
       matrices: The parameters of two axes or more in one layer: path -> (shape, class of the module).
-      by_door: The paths of the parameters that a door reaches.
-      layers: The paths of the layers that a door reaches.
+      by_layer: The paths of the parameters of registered layers.
+      layers: The paths of the registered layers.
     """
 
     def __init__(self) -> None:
         self.matrices: dict[Path, tuple[tuple[int, ...], str]] = {}
-        self.by_door: set[Path] = set()
+        self.by_layer: set[Path] = set()
         self.layers: dict[str, None] = {}
 
     def note(self, module: nn.Module) -> None:
-        """Note the parameters of a module. The bias of a layer with a door is left out.
+        """Note the parameters of a module. The bias of a registered layer is left out.
 
         A stack calls this for one layer first, so the first shape counts.
         """
         assert module.scope is not None
-        has_door = bool(weights_of(module))
+        is_registered = bool(weights_of(module))
         for name, value in module.scope.variables().get("params", {}).items():
             leaves = jax.tree.leaves(value)
             alone = len(leaves) == 1 and not hasattr(value, "items")
-            if alone and leaves[0].ndim > 1 and not (name == "bias" and has_door):
+            if alone and leaves[0].ndim > 1 and not (name == "bias" and is_registered):
                 found = tuple(leaves[0].shape), type(module).__name__
                 self.matrices.setdefault((*module.path, name), found)
 
     def missed(self, recipe: Recipe) -> list[Missed]:
-        """Return the matrices that a rule matches and no door reaches."""
-        left = {"/".join(path): v for path, v in self.matrices.items() if path not in self.by_door}
+        """Return the matrices that a rule matches and no registered layer has."""
+        left = {"/".join(path): v for path, v in self.matrices.items() if path not in self.by_layer}
         return [Missed(path, *v) for path, v in left.items() if recipe.of_parameter(path) != Sparsity()]
 
     @property
     def paths(self) -> list[str]:
-        """The paths that rules may match: of layers, of matrices that no door reaches, and of their modules."""
-        others = [path[:n] for path in self.matrices if path not in self.by_door for n in range(len(path) + 1)]
+        """The paths that rules may match: of layers, of matrices outside them, and of their modules."""
+        others = [path[:n] for path in self.matrices if path not in self.by_layer for n in range(len(path) + 1)]
         return [*self.layers, *dict.fromkeys("/".join(path) for path in others)]
 
 
@@ -67,13 +70,13 @@ class Delivery:
     def __init__(self, recipe: Recipe, seed: int, strict: bool) -> None:
         self.recipe, self.seed, self.strict = recipe, seed, strict
         self.depth = 0
-        self.running: list[tuple[nn.Module, tuple[Weight, ...], Path]] = []  # layers with doors, and their copies
+        self.running: list[tuple[nn.Module, tuple[Weight, ...], Path]] = []  # registered layers, and their copies
         self.reached = Reached()
 
     def __call__(
         self, next_fun: Callable[..., Any], args: Any, options: Any, context: nn.module.InterceptorContext
     ) -> Any:  # fmt: skip
-        """Return the result of a method, computed with pruned products if the module has a door."""
+        """Return the result of a method, computed with pruned products if the module is registered."""
         module, method = context.module, context.method_name
         # A method that Flax has lifted, as nn.scan does, has no name here. It calls the plain one.
         is_method = method != "setup" and callable(getattr(type(module), method, None)) and module.scope is not None
@@ -95,7 +98,7 @@ class Delivery:
 
     def _result(self, next_fun: Callable[..., Any], args: Any, options: Any, module: nn.Module, method: str) -> Any:
         weights = () if any(module is other for other, _, _ in self.running) else weights_of(module)
-        self.reached.by_door |= {(*module.path, weight.name) for weight in weights}
+        self.reached.by_layer |= {(*module.path, weight.name) for weight in weights}
         if not weights:
             return next_fun(*args, **options)
         self._check_apart(module, weights)
@@ -109,7 +112,7 @@ class Delivery:
             del self.running[before:]
 
     def _pruned(self, next_fun: Callable[..., Any], call: Call) -> Any:
-        """Return the result of a call of a layer with a door."""
+        """Return the result of a call of a registered layer."""
         initializing, uses, made = call.module.is_initializing(), None, None
         if initializing:
             made = next_fun(*call.args, **call.options)  # it makes the parameters
@@ -124,7 +127,7 @@ class Delivery:
         return call.pruned(sites, self.recipe.backend, initializing)
 
     def _check_apart(self, module: nn.Module, weights: tuple[Weight, ...]) -> None:
-        """Refuse a parameter that has two doors: one of its own layer, and one of a layer around that."""
+        """Refuse a parameter of two registered layers: its own, and one around that."""
         for _, others, path in self.running:
             for one in weights:
                 twice = [other for other in others if (*path, other.name) == (*module.path, one.name)]
@@ -132,17 +135,17 @@ class Delivery:
                     value = module.variables["params"][one.name] if module.has_variable("params", one.name) else None
                     shape = tuple(jax.tree.leaves(value)[0].shape) if value is not None else "not known yet"
                     raise ValueError(
-                        f"{one.path or 'the model'}: two doors reach the parameter {one.name} of shape {shape}: "
-                        f"{one}, and {twice[0]} of the layer around it. Declare one of them."
+                        f"{one.path or 'the model'}: two registered layers have the parameter {one.name} of shape "
+                        f"{shape}: {one}, and {twice[0]} of the layer around it. Register one of them."
                     )
 
     def _report(self, model: nn.Module) -> None:
-        """Refuse rules without a layer, and report parameters that no door reaches, at the end of init."""
+        """Refuse rules without a layer, and report parameters outside registered layers, at the end of init."""
         self.recipe.check(self.reached.paths)
-        if not self.reached.by_door and any(sparsity != Sparsity() for _, sparsity in self.recipe.rules):
+        if not self.reached.by_layer and any(sparsity != Sparsity() for _, sparsity in self.recipe.rules):
             raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
         missed, layers = self.reached.missed(self.recipe), list(self.reached.layers)
-        report(missed, "nm.linen.door", layers, self.strict, stacklevel=_frames_to_caller())
+        report(missed, "nm.linen.register_layer", layers, self.strict, stacklevel=_frames_to_caller())
 
 
 def _frames_to_caller() -> int:
@@ -164,15 +167,15 @@ def sparsify(recipe: Recipe, *, seed: int = 0, strict: bool = False) -> Iterator
     The model takes no argument for it and does not change. Inside the context, ``model.init`` makes the collection
     "nm", and ``model.apply`` computes with pruned products. Use the context around both, also inside functions that
     `jax.jit` compiles. It prunes nn.Dense, nn.DenseGeneral (also inside attention), nn.Einsum, nn.Conv,
-    nn.ConvTranspose and the layers of declared doors.
+    nn.ConvTranspose and the layers of classes that `register_layer` was given.
 
-    ``init`` warns of every parameter of two axes or more that a rule matches and no door reaches. Enter other
+    ``init`` warns of every parameter of two axes or more that a rule matches and no registered layer has. Enter other
     interceptors inside this context. Interceptors around it see calls of pruned layers twice.
 
     Args:
       recipe: The sparsity of each layer, by its path.
       seed: The seed of all noise, an int.
-      strict: True to raise an error, instead of a warning, for parameters that a rule matches and no door reaches.
+      strict: True to raise an error in place of that warning.
 
     Raises:
       TypeError: ``recipe`` is no Recipe, or ``seed`` no int.

@@ -11,11 +11,11 @@ from flax.core import meta
 from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked
-from nmjax.linen.leaves import Sited, leaves, sited
+from nmjax.linen.leaves import SparseWeight, leaves, sparse_weights
 from nmjax.linen.planning import other_uses, refused_use
-from nmjax.linen.variables import SiteVariable
+from nmjax.linen.variables import StateVariable
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.sites import Site, Unfinished, moment, stored_axes, warn_unfinished
+from nmjax.programs.states import Unfinished, WeightState, moment, stored_axes, warn_unfinished
 from nmjax.pruners import identity
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])
@@ -66,11 +66,9 @@ def reset_state(variables: Variables) -> Variables:
 def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, **options: Any) -> Variables:
     """Return the variables with every weight in its final form, as inference uses it. The model no longer prunes it.
 
-    A weight is pruned in the dtype that its layer computed in at ``init``, and is stored in its own.
-
-    A model may use the weight of a sparse layer elsewhere too, as a tied head does, which multiplies by it without
-    pruning. Hardening would change that product. Without ``model`` this is not looked at: pass it if the model reads
-    weights of its layers.
+    If the model uses the weight of a sparse layer elsewhere too, as a tied head does, hardening would change that
+    product: pass ``model`` and ``inputs``, and it is refused. A weight is pruned in the dtype that its layer computed
+    in at ``init``, and is stored in its own.
 
     Args:
       variables: As in `set_step`.
@@ -94,14 +92,14 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
     >>> bool(nm.groups.is_nm(hard["params"]["kernel"], 2, 4, axis=0))
     True
     """
-    before = sited(variables)
+    before = sparse_weights(variables)
     others: Mapping[str, list[str]] = {} if model is None else other_uses(model, inputs, options)
     for layer in before:
         if layer.variable.sparsity.y_w != identity and layer.weight_path in others:
             raise ValueError(refused_use(layer.path, layer.variable.sparsity, others[layer.weight_path]))
     found: list[Unfinished] = []
 
-    def hard(layer: Sited) -> tuple[Site, jax.Array]:
+    def hard(layer: SparseWeight) -> tuple[WeightState, jax.Array]:
         final, site = layer.site.hardened(layer.value)
         found.append(layer.site.unfinished(layer.value, final))
         return site, layer.back(final)
@@ -124,14 +122,14 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
     >>> nm.linen.paths(variables)
     ('layers_0',)
     """
-    is_site = lambda v: isinstance(v, SiteVariable)
-    return tuple(site.origin.path for site in jax.tree.leaves(variables.get("nm"), is_leaf=is_site))
+    is_state = lambda v: isinstance(v, StateVariable)
+    return tuple(site.origin.path for site in jax.tree.leaves(variables.get("nm"), is_leaf=is_state))
 
 
-def _with_layers(variables: Variables, change: Callable[[Sited], tuple[Site, jax.Array]]) -> Variables:
-    """Return the variables with the site and the weight of every sparse layer as ``change`` makes them."""
+def _with_layers(variables: Variables, change: Callable[[SparseWeight], tuple[WeightState, jax.Array]]) -> Variables:
+    """Return the variables with the state and the weight of every sparse layer as ``change`` makes them."""
     by_name, tree = leaves(variables)
-    for layer in sited(variables):
+    for layer in sparse_weights(variables):
         if layer.variable.sparsity == Sparsity():
             continue
         site, weight = change(layer)
@@ -162,10 +160,10 @@ def patterns(variables: Mapping[str, Any]) -> dict[str, Pattern | None]:
     >>> nm.linen.patterns(variables)
     {'kernel': 2:4 along axis 0}
     """
-    return {layer.weight_path: _pattern(layer) for layer in sited(variables)}
+    return {layer.weight_path: _pattern(layer) for layer in sparse_weights(variables)}
 
 
-def _pattern(layer: Sited) -> Pattern | None:
+def _pattern(layer: SparseWeight) -> Pattern | None:
     pattern = layer.before.pattern(layer.value)
     axes = layer.variable.axes
     return pattern and replace(pattern, axes=stored_axes(pattern.contracted, axes, layer.weight.ndim))
@@ -193,7 +191,7 @@ def violations(variables: Mapping[str, Any]) -> dict[str, jax.Array | None]:
     >>> nm.linen.violations(nm.linen.harden(variables))
     {'kernel': Array(0, dtype=int32)}
     """
-    return checked({layer.weight_path: layer.before.broken(layer.value) for layer in sited(variables)})
+    return checked({layer.weight_path: layer.before.broken(layer.value) for layer in sparse_weights(variables)})
 
 
 def masks(variables: Mapping[str, Any]) -> Any:
@@ -216,7 +214,7 @@ def masks(variables: Mapping[str, Any]) -> Any:
     >>> masks["kernel"].shape, int(masks["kernel"].sum()), bool(masks["bias"])
     ((8, 4), 16, True)
     """
-    sparse = [one for one in sited(variables) if one.variable.sparsity.y_w != identity]
+    sparse = [one for one in sparse_weights(variables) if one.variable.sparsity.y_w != identity]
     made = {layer.where: layer.back(layer.site.mask(layer.value)) for layer in sparse}
     by_name, tree = leaves({"params": variables["params"]})
     values = [meta.replace_boxed(v, made.get(name, jnp.array(True))) for name, v in by_name.items()]
@@ -241,5 +239,5 @@ def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.linen.scales(nm.linen.reset_state(variables))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path = {layer.path: layer.site.scale for layer in sited(variables)}
+    by_path = {layer.path: layer.site.scale for layer in sparse_weights(variables)}
     return {path: scale for path, scale in by_path.items() if scale is not None}

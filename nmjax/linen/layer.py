@@ -9,15 +9,15 @@ from flax.core import Scope, unfreeze
 from flax.core.scope import subtract_filters
 
 from nmjax.analysis.refusals import fitting_all
-from nmjax.linen.doors import Weight
-from nmjax.linen.variables import SiteVariable, WeightOrigin, named, site_of
+from nmjax.linen.registry import Weight
+from nmjax.linen.variables import StateVariable, WeightOrigin, named, site_of
 from nmjax.products import rule
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter, Step, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import run
-from nmjax.programs.sites import Origin, context
+from nmjax.programs.states import Origin, context
 from nmjax.recipes.table import Recipe
 
 
@@ -80,7 +80,7 @@ class Uses(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a layer that has a door.
+    """A call of a registered layer.
 
     Attributes:
       module: The layer.
@@ -131,7 +131,7 @@ class Call(NamedTuple):
         jax.eval_shape(lambda: self._run(rewriter, {}, initializing=True) and None)
         return found
 
-    def sites(self, uses: Mapping[str, Uses] | None, recipe: Recipe, seed: int) -> dict[str, SiteVariable]:
+    def sites(self, uses: Mapping[str, Uses] | None, recipe: Recipe, seed: int) -> dict[str, StateVariable]:
         """Return the variables of the weights, by their names. Make them if the model is initializing.
 
         Args:
@@ -139,7 +139,7 @@ class Call(NamedTuple):
           recipe: The sparsity of each layer.
           seed: The seed of all noise.
         """
-        made: dict[str, SiteVariable] = {}
+        made: dict[str, StateVariable] = {}
         values = self.values()
         for weight in self.weights:
             sparsity = recipe(weight.path)
@@ -154,7 +154,7 @@ class Call(NamedTuple):
                 made[weight.name] = site_of(self.scope, weight.name, origin, values[weight.name], recipe)
         return made
 
-    def pruned(self, sites: Mapping[str, SiteVariable], backend: str, initializing: bool) -> Any:
+    def pruned(self, sites: Mapping[str, StateVariable], backend: str, initializing: bool) -> Any:
         """Return the result of the call with pruned products.
 
         Args:
@@ -175,7 +175,7 @@ class Call(NamedTuple):
             refusal = product.refusal(w)
             if refusal is not None:
                 raise ValueError(f"{path or 'the model'}: {refusal}. Take the derivative outside the layer.")
-            made_for, (operand, steps) = site.origin.site, _layout(ShapedProduct.of(product, x, w))
+            made_for, (operand, steps) = site.origin.weight, _layout(ShapedProduct.of(product, x, w))
             if site.origin.shape and (made_for.operand, moves(made_for.parameter.steps)) != (operand, moves(steps)):
                 raise ValueError(
                     f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "

@@ -6,21 +6,21 @@ from typing import Any, NamedTuple
 import jax
 from flax.core import meta
 
-from nmjax.linen.variables import PASS_NM, SiteVariable, named
+from nmjax.linen.variables import PASS_NM, StateVariable, named
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.sites import Site, first, stored
+from nmjax.programs.states import WeightState, first, stored
 
 Names = tuple[Any, ...]
 
 
 def leaves(variables: Mapping[str, Any]) -> tuple[dict[Names, Any], Any]:
     """Return the leaves of variables by their keys, and the tree. Boxes and variables of layers are whole."""
-    whole = lambda v: isinstance(v, (SiteVariable, meta.AxisMetadata))
+    whole = lambda v: isinstance(v, (StateVariable, meta.AxisMetadata))
     flat, tree = jax.tree_util.tree_flatten_with_path(variables, is_leaf=whole)
     return {tuple(getattr(part, "key", part) for part in path): leaf for path, leaf in flat}, tree
 
 
-def sited(variables: Mapping[str, Any]) -> "list[Sited]":
+def sparse_weights(variables: Mapping[str, Any]) -> "list[SparseWeight]":
     """Return every variable of a layer with its weight.
 
     Raises:
@@ -30,17 +30,17 @@ def sited(variables: Mapping[str, Any]) -> "list[Sited]":
         raise ValueError(f"expected the collections 'params' and 'nm' in one dict, got {sorted(variables)}.")
     by_name, _ = leaves(variables)
     found = [
-        Sited(name, v, meta.unbox(by_name.get(("params", *name[1:]))))
-        for name, v in by_name.items() if isinstance(v, SiteVariable)
+        SparseWeight(name, v, meta.unbox(by_name.get(("params", *name[1:]))))
+        for name, v in by_name.items() if isinstance(v, StateVariable)
     ]  # fmt: skip
     for one in found:
-        if one.variable.origin.site.sparsity != Sparsity():
+        if one.variable.origin.weight.sparsity != Sparsity():
             with named("/".join(one.name[1:-1])):
                 one.check()
     return found
 
 
-class Sited(NamedTuple):
+class SparseWeight(NamedTuple):
     """A weight and the variable of its layer, perhaps of a stack of layers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sited(NamedTuple):
     """
 
     name: Names
-    variable: SiteVariable
+    variable: StateVariable
     weight: Any
 
     @property
@@ -79,20 +79,20 @@ class Sited(NamedTuple):
 
     @property
     def value(self) -> jax.Array:
-        """The weight, as the verbs of a site take it."""
+        """The weight, as the methods of `WeightState` take it."""
         self.check()
         return first(self.weight, self.variable.axes)
 
     @property
-    def site(self) -> Site:
-        """The site of the weight."""
+    def site(self) -> WeightState:
+        """The state of the weight."""
         with named(self.path):
             return self.variable.site
 
     @property
-    def before(self) -> Site:
-        """The site of the weight with what its layer pruned before it was hardened."""
-        return Site(self.site.origin._replace(sparsity=self.variable.origin.site.sparsity))
+    def before(self) -> WeightState:
+        """The state of the weight with what its layer pruned before it was hardened."""
+        return WeightState(self.site.origin._replace(sparsity=self.variable.origin.weight.sparsity))
 
     def back(self, weight: jax.Array) -> jax.Array:
         """Return a weight as it is stored, given one like `value`."""

@@ -7,11 +7,11 @@ import jax
 from flax.core import meta
 
 from nmjax.analysis.metrics import Error, Weight
-from nmjax.linen.leaves import leaves, sited
-from nmjax.linen.variables import SiteVariable
+from nmjax.linen.leaves import leaves, sparse_weights
+from nmjax.linen.variables import StateVariable
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs import sites
-from nmjax.programs.sites import Site
+from nmjax.programs import states
+from nmjax.programs.states import WeightState
 from nmjax.pruners import identity
 
 
@@ -31,7 +31,7 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
     >>> print(nm.linen.weights(variables)[""].density)
     0.5
     """
-    sparse = [one for one in sited(variables) if one.variable.sparsity.y_w != identity]
+    sparse = [one for one in sparse_weights(variables) if one.variable.sparsity.y_w != identity]
     return {layer.path: layer.site.measure(layer.value) for layer in sparse}
 
 
@@ -65,13 +65,13 @@ def gradient_errors(
     >>> errors[""]._fields, bool(errors[""].variance > 0)
     (('bias', 'noise', 'variance', 'cosine'), True)
     """
-    layers = [one for one in sited(variables) if one.variable.sparsity != Sparsity()]
+    layers = [one for one in sparse_weights(variables) if one.variable.sparsity != Sparsity()]
 
-    def gradients(change: Callable[[Site], Site]) -> dict[str, jax.Array]:
-        changed = lambda v: v.holding(change(v.site)) if isinstance(v, SiteVariable) else v
-        nm = jax.tree.map(changed, variables["nm"], is_leaf=lambda v: isinstance(v, SiteVariable))
+    def gradients(change: Callable[[WeightState], WeightState]) -> dict[str, jax.Array]:
+        changed = lambda v: v.holding(change(v.site)) if isinstance(v, StateVariable) else v
+        nm = jax.tree.map(changed, variables["nm"], is_leaf=lambda v: isinstance(v, StateVariable))
         of = lambda params: loss({**variables, "params": params, "nm": nm}, *args)
         found, _ = leaves({"params": jax.grad(of)(variables["params"])})
         return {layer.path: meta.unbox(found[layer.where]) for layer in layers}
 
-    return sites.gradient_errors(gradients, draws)
+    return states.gradient_errors(gradients, draws)

@@ -1,4 +1,4 @@
-"""The doors of layers of other libraries, by name, so that no library is imported."""
+"""Layers of other libraries, by name, so that no library is imported."""
 
 OTHERS: dict[type | str, tuple[str, ...]] = {
     # DeepMind's gemma: tried on 4.0.1. A layer that sets ``w_scale`` multiplies by another array: leave it dense.
@@ -7,4 +7,4 @@ OTHERS: dict[type | str, tuple[str, ...]] = {
     "gemma.gm.nn.gemma4._layers:Einsum": ("{weight_name}",),
     "gemma.gm.nn.gemma4._layers:ClippedEinsum": ("{weight_name}",),
 }
-"""The names of the weights, as in `nmjax.linen.door`, by "package.module:Class"."""
+"""The names of the weights, as in `nmjax.linen.register_layer`, by "package.module:Class"."""

@@ -15,8 +15,8 @@ from nmjax.analysis.savings import speed_of
 from nmjax.analysis.scopes import Costs
 from nmjax.core import layer_paths
 from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Reached
-from nmjax.linen.doors import Weight, weights_of
 from nmjax.linen.layer import Call, Uses
+from nmjax.linen.registry import Weight, weights_of
 from nmjax.products.pruning import shape_of
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import running, uses
@@ -69,7 +69,7 @@ class Planner:
         if method == "setup" or module.scope is None or not callable(getattr(type(module), method, None)):
             return next_fun(*args, **options)
         weights = () if any(module is copy for copy in self.copies) else weights_of(module)
-        self.reached.by_door.update((*module.path, weight.name) for weight in weights)
+        self.reached.by_layer.update((*module.path, weight.name) for weight in weights)
         if not weights or module.is_initializing():
             y = next_fun(*args, **options)
             self.reached.note(module)
@@ -152,10 +152,10 @@ def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
             reads_data=row.number in costs.reading_data, refused=next(iter(row.refused), None),
         ))  # fmt: skip
     reached = planner.reached
-    left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
+    left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_layer)
     count = sum(math.prod(v.shape) for v in shapes.values())
     refused = unused_rules(recipe, reached.paths)
-    if not reached.by_door and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
+    if not reached.by_layer and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
     missed = tuple(one.path for one in reached.missed(recipe))
     return Plan(tuple(rows), costs.elsewhere, left, count, tuple(refused), missed, speed_of(row.runs for row in rows))

@@ -12,9 +12,9 @@ from flax.core import Scope, meta
 
 from nmjax.core import groups, random
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs import sites
+from nmjax.programs import states
 from nmjax.programs.parameters import Parameter, Step
-from nmjax.programs.sites import Origin, Site, first, stored
+from nmjax.programs.states import Origin, WeightState, first, stored
 from nmjax.recipes.table import Recipe
 
 PASS_NM = (
@@ -29,14 +29,14 @@ class WeightOrigin(NamedTuple):
     """The weight that a variable was made for. In a stack it is the weight of one layer.
 
     Attributes:
-      site: The weight, and what the layer prunes, without what ``else dense`` leaves empty.
+      weight: The weight, and what the layer prunes, without what ``else dense`` leaves empty.
       asked: The sparsity in the recipe.
       seed: The seed of its noise.
       shape: The shape of the weight; () if only a call that makes variables would know it.
       ranks: The ranks of words, time and state before padding.
     """
 
-    site: Origin
+    weight: Origin
     asked: Sparsity
     seed: int
     shape: tuple[int, ...] = ()
@@ -45,10 +45,10 @@ class WeightOrigin(NamedTuple):
     @property
     def path(self) -> str:
         """The path of its layer in the model."""
-        return self.site.parameter.path
+        return self.weight.parameter.path
 
 
-class SiteVariable(struct.PyTreeNode):
+class StateVariable(struct.PyTreeNode):
     """The variable of a layer, or of a stack of layers, in the collection "nm".
 
     Its arrays are padded with axes of size 1 to the rank of the weight, so that an axis that stacks weights stacks them
@@ -75,8 +75,8 @@ class SiteVariable(struct.PyTreeNode):
         return tuple(own.pop(axis) for axis in self.stack)
 
     @property
-    def site(self) -> Site:
-        """The site, without padding.
+    def site(self) -> WeightState:
+        """The state, without padding.
 
         Raises:
           ValueError: The arrays are not stacked as ``stack`` says.
@@ -87,17 +87,17 @@ class SiteVariable(struct.PyTreeNode):
         if stacked:
             raise ValueError(f"one layer got the variables of a whole stack, of shape {stacked[0]}. {PASS_NM}")
         arrays = jax.tree.unflatten(tree, [first(v, self.axes, rank) for v, rank in ranked])
-        steps = (Step("slice"),) * len(self.stack) + self.origin.site.parameter.steps
+        steps = (Step("slice"),) * len(self.stack) + self.origin.weight.parameter.steps
         parameter = Parameter(self.origin.path, steps)
-        return Site(self.origin.site._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
+        return WeightState(self.origin.weight._replace(parameter=parameter, sparsity=self.sparsity), *arrays)
 
     @property
-    def of_one_layer(self) -> Site:
-        """The site of the layer that is called. A stack that was sliced by hand is not told of it."""
+    def of_one_layer(self) -> WeightState:
+        """The state of the layer that is called. A stack that was sliced by hand is not told of it."""
         return self.replace(stack=()).site
 
-    def holding(self, site: Site) -> "SiteVariable":
-        """Return the variable with what a site prunes, and with its arrays."""
+    def holding(self, site: WeightState) -> "StateVariable":
+        """Return the variable with what a state prunes, and with its arrays."""
         rank = len(self.origin.shape)
         words, time, state = jax.tree.map(lambda v: stored(v, self.axes, rank), site.arrays)
         return self.replace(sparsity=site.origin.sparsity, words=words, time=time, state=state)
@@ -108,12 +108,12 @@ class SiteVariable(struct.PyTreeNode):
         return tuple(one.pop(axis) for axis in self.stack), tuple(one)
 
 
-class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
+class Box(StateVariable, meta.AxisMetadata[StateVariable]):
     """A variable as Flax's transforms see it. They tell it of every axis that they stack layers on."""
 
-    def unbox(self) -> SiteVariable:
+    def unbox(self) -> StateVariable:
         """Return the variable without the box."""
-        return SiteVariable(**vars(self))
+        return StateVariable(**vars(self))
 
     def replace_boxed(self, val: Any) -> Any:
         """Return a box of another variable."""
@@ -126,7 +126,7 @@ class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
         if self.words is None:
             return site
         sizes, one = site.unstacked(self.words.shape)
-        words = sites.site_words(self.origin.seed, self.origin.path, sizes).reshape(*sizes, *one)
+        words = states.noise_words(self.origin.seed, self.origin.path, sizes).reshape(*sizes, *one)
         for depth, axis in reversed([*enumerate(site.stack)]):
             words = jnp.moveaxis(words, depth, depth + groups.position(words.ndim - depth, axis))
         return site.replace(words=words)
@@ -152,7 +152,7 @@ def named(path: str) -> Iterator[None]:
         raise kind(f"{path or 'the layer'}: {error}") from error
 
 
-def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> SiteVariable:
+def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> StateVariable:
     """Return the variable of a layer. Make it if the model is initializing.
 
     Args:
@@ -166,16 +166,16 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
       ValueError: It is missing and cannot be made, or was made for another recipe or seed; or the layer does not
         multiply by the weight that is stored.
     """
-    if origin.site.sparsity != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
+    if origin.weight.sparsity != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
         raise ValueError(
             "nn.map_variables, or a norm of weights, is around it, so it multiplies by another weight than the one "
             f'that is stored, which set_step and harden read. Leave the layer dense: (r"{origin.path}", "dense").'
         )
     if not scope.has_variable("nm", name):
         if not scope.get_flag("initializing", False):
-            if sites.needs_arrays(origin.site.sparsity):
-                raise ValueError(f"{origin.site.sparsity} reads the collection 'nm', which is missing. {PASS_NM}")
-            return SiteVariable(origin, origin.site.sparsity)
+            if states.needs_arrays(origin.weight.sparsity):
+                raise ValueError(f"{origin.weight.sparsity} reads the collection 'nm', which is missing. {PASS_NM}")
+            return StateVariable(origin, origin.weight.sparsity)
         if not scope.is_mutable_collection("nm"):
             raise ValueError(f"init cannot make its variable in the collection 'nm'. {PASS_NM}")
         scope.put_variable("nm", name, _new(scope.push(f"nm {name}", reuse=True), origin, weight))
@@ -189,13 +189,13 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
     return site
 
 
-def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> SiteVariable:
+def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> StateVariable:
     """Return a new variable of one layer. What it draws is drawn in a scope of its own."""
-    site = Site.new(origin.site, weight, origin.seed)
-    if sites.has_state(origin.site.sparsity):
+    site = WeightState.new(origin.weight, weight, origin.seed)
+    if states.has_state(origin.weight.sparsity):
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
         # all of them would get the same state.
         key = None if site.words is None else random.words(scope.make_rng("params"))
-        site = replace(site, state=Site(origin.site, key).renewed(weight).state)
+        site = replace(site, state=WeightState(origin.weight, key).renewed(weight).state)
     ranks = tuple(v.ndim for v in jax.tree.leaves(site.arrays))
-    return Box(origin._replace(ranks=ranks), origin.site.sparsity).holding(site)
+    return Box(origin._replace(ranks=ranks), origin.weight.sparsity).holding(site)

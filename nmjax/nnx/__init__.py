@@ -1,23 +1,28 @@
 """Sparsity for any flax.nnx model.
 
-`sparsify` gives each layer a `SiteModule`, in the attribute ``nm_site``, and a class whose call computes the layer's
-products with it. Nothing else changes: parameters, their paths and the model's code stay. A site holds what its method
-needs in variables of type `SparsityVariable`: noise words, the time, and state such as held masks. A dense layer has
-no site. A method without noise, schedule or memory adds no arrays.
-
-Time is data: one compiled program serves all steps. Only `set_step`, `reset_state`, `reseed` and `set_norms` write
-these variables. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of
-nothing else.
-
 >>> from flax import nnx
->>> import nmjax as nm
->>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
->>> nm.nnx.set_step(model, 1)  # once a step, outside the loss
->>> gradients = nnx.grad(lambda model: (model(jnp.ones((4, 8))) ** 2).mean())(model)
+>>> import jax.numpy as jnp, nmjax as nm
+>>> up, down = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+>>> model = nnx.Sequential(up, nnx.relu, down)
+>>> model = nm.nnx.sparsify(model, nm.Recipe({r".*": "s_ste(2,4)"}))
+>>> x = jnp.ones((32, 8))
+>>> for step in range(2):
+...     nm.nnx.set_step(model, step)  # once a step, outside the loss
+...     gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
 >>> hard = nm.nnx.harden(model)  # for inference
+>>> hard(x).shape, nm.nnx.patterns(hard)
+((32, 4), {'layers/0/kernel': 2:4 along axis 0, 'layers/2/kernel': 2:4 along axis 0})
+
+`sparsify` changes the model in place: parameters, their paths and the model's code stay. One compiled program serves
+all steps, because the step is data of the model.
+
+Each pruned layer has a `SparsityState` in its attribute ``nm_state``. It holds what the method needs, in variables of
+type `SparsityVariable`: noise words, the time, and arrays such as held masks. Only `set_step`, `reset_state`, `reseed`
+and `set_norms` write them. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and
+slot, and of nothing else.
 """
 
-import nmjax.nnx.others  # noqa: F401  declares the doors of other libraries
+import nmjax.nnx.others  # noqa: F401  registers the layers of other libraries
 from nmjax.analysis.plan import LayerPlan as LayerPlan, Plan as Plan, SlotPlan as SlotPlan
 from nmjax.nnx.calibration import (
     Inputs as Inputs,
@@ -30,7 +35,6 @@ from nmjax.nnx.delivery import (
     set_step as set_step,
     sparsify as sparsify,
 )
-from nmjax.nnx.doors import door as door
 from nmjax.nnx.hardening import (
     harden as harden,
     masks as masks,
@@ -43,5 +47,6 @@ from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed
 from nmjax.nnx.phases import phase as phase
 from nmjax.nnx.planning import plan as plan
-from nmjax.nnx.variables import SiteModule as SiteModule, SparsityVariable as SparsityVariable
+from nmjax.nnx.registry import register_layer as register_layer
+from nmjax.nnx.variables import SparsityState as SparsityState, SparsityVariable as SparsityVariable
 from nmjax.products.routes import Route as Route

@@ -92,8 +92,8 @@ def calibrated(
       ValueError: As `calibrate`.
     """
     copy = nnx.clone(model)
-    with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((only, "ste(1,2)"),)), *calls[0])
-    chosen = [layer for layer in with_doors if re.fullmatch(only, layer.path) and layer.has_weight]
+    registered, _ = with_calls(copy, list(layers(copy)), Recipe(((only, "ste(1,2)"),)), *calls[0])
+    chosen = [layer for layer in registered if re.fullmatch(only, layer.path) and layer.has_weight]
     if not chosen:
         raise ValueError(f"calibrate: no layer has a path that matches {only!r}.")
     for layer in chosen:
@@ -176,7 +176,8 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
     >>> x = jnp.array([[10., 1., 1., 1.]])
     >>> model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.], [-2.], [3.], [-4.]]), rngs=nnx.Rngs(0))
     >>> found = nm.nnx.calibrate(model, [x])
-    >>> model = nm.nnx.sparsify(model, nm.Recipe({".*": "y_w=ste(wanda(2,4))"}))
+    >>> recipe = nm.Recipe({".*": "y_w=ste(wanda(2,4))"})
+    >>> model = nm.nnx.sparsify(model, recipe)
     >>> nm.nnx.set_norms(model, found)
     >>> nm.nnx.harden(model).kernel[...].ravel().tolist()
     [1.0, 0.0, 0.0, -4.0]

@@ -24,7 +24,7 @@ def call_with(
 
     Args:
       layer: The layer.
-      dense: The layer without its sites. Its variables and inner modules are those of the layer.
+      dense: The layer without its sparsity state. Its variables and inner modules are those of the layer.
       method: The method of the dense layer.
       args: The other arguments of the method.
       options: Its keyword arguments.

@@ -23,13 +23,13 @@ from nmjax.nnx.layer import Layer
 from nmjax.products.fit import slot_refusals
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs import sites
+from nmjax.programs import states
 from nmjax.programs.parameters import moves
 from nmjax.pruners import identity
 
 NO_LAYERS = (
-    "has no layer with a door, so nothing would be pruned. Declare doors, nm.nnx.door(..., weight=...). To prune a "
-    "product that is written out by hand, write nm.einsum(..., sparsity=...)."
+    "has no registered layer, so nothing would be pruned. Register its layers: nm.nnx.register_layer(..., weight=...). "
+    "To prune a product that is written out by hand, write nm.einsum(..., sparsity=...)."
 )
 
 
@@ -88,7 +88,7 @@ def _refusals(
     layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
 ) -> list[Refusal]:  # fmt: skip
     """Return the reasons why a layer cannot use this sparsity."""
-    if isinstance(layer.kernel.get_value(), jax.ShapeDtypeStruct) and sites.has_state(sparsity):
+    if isinstance(layer.kernel.get_value(), jax.ShapeDtypeStruct) and states.has_state(sparsity):
         return [
             Refusal(
                 "its kernel is a shape without values, and its state is made from values. Make both abstract together: "
@@ -113,7 +113,7 @@ def layer_refusal(
     kernel = layer.kernel.get_value()
     if in_norm:
         return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
-    if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
+    if type(kernel).__name__ == "BatchTracer" and states.needs_key(sparsity):
         return Refusal(
             "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the whole "
             "stack."

@@ -15,9 +15,9 @@ from nmjax.nnx.layers import layers, read, shape, stacked, value
 from nmjax.nnx.phases import check_phase
 from nmjax.nnx.recording import other_uses, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
-from nmjax.nnx.variables import SiteModule, SparsityVariable, write
+from nmjax.nnx.variables import SparsityState, SparsityVariable, write
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs import sites
+from nmjax.programs import states
 from nmjax.programs.running import is_array
 from nmjax.recipes import missed
 from nmjax.recipes.table import Recipe
@@ -31,14 +31,13 @@ def sparsify(
 ) -> Model:  # fmt: skip
     """Apply a recipe to the layers of a model.
 
-    The model is changed in place. Its parameters and their paths stay. Each pruned layer gets a site: the sparse
-    product in place of Flax's dense one, with its seed, step and state. A layer that the recipe leaves dense gets none.
-    Sites that the model already has are replaced. Scales and held masks are computed from the current weights. Load
-    weights first, or call `reset_state` afterwards.
+    The model is changed in place, and stays what it was: the same class, parameters, paths and call. Each pruned layer
+    gets a `SparsityState`, and computes its products with it. Applying another recipe replaces the first. Scales and
+    held masks are computed from the current weights: load weights first, or call `reset_state` afterwards.
 
     Args:
       model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
-        and in stacks of layers, and layers of classes that have a door (`nmjax.nnx.door`).
+        and in stacks of layers, and layers of classes that `nmjax.nnx.register_layer` was given.
       recipe: The sparsity of each layer, by its path.
       *inputs: Examples of the model's inputs: arrays or their shapes. The model is traced once on their shapes, and
         there is a warning for layers that the call does not use. Inputs are needed if only a call says what the product
@@ -57,27 +56,31 @@ def sparsify(
         ``inputs`` uses a pruned weight elsewhere too; or ``strict`` is True and there would be a warning.
 
     Warns:
-      UserWarning: A rule matches a parameter of two axes or more that no door reaches, or a layer whose product the
-        call with ``inputs`` does not use. It stays dense.
+      UserWarning: A rule matches a parameter of two axes or more outside registered layers, or a layer whose product
+        the call with ``inputs`` does not use. It stays dense.
 
     >>> import nmjax as nm
-    >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, seed=1)
-    >>> model(jnp.ones((4, 8))).shape
-    (4, 4)
+    >>> up, down = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+    >>> model = nnx.Sequential(up, nnx.relu, down)
+    >>> recipe = nm.Recipe({r"layers/0": "s_ste(2,4)", r".*": "dense"})
+    >>> model = nm.nnx.sparsify(model, recipe)
+    >>> model(jnp.ones((32, 8))).shape
+    (32, 4)
+    >>> nm.nnx.patterns(model)
+    {'layers/0/kernel': 2:4 along axis 0, 'layers/2/kernel': None}
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"sparsify takes a Recipe, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {type(recipe).__name__}."
         )
     axes = (stack,) if isinstance(stack, int) else stack
-    with_doors = [layer.stacked(axes) for layer in layers(model)]
-    beyond, _ = unreached(model, with_doors)
-    recipe.check([layer.path for layer in with_doors], rule_paths(beyond))
+    registered = [layer.stacked(axes) for layer in layers(model)]
+    beyond, _ = unreached(model, registered)
+    recipe.check([layer.path for layer in registered], rule_paths(beyond))
     if inputs or options:
         _check_call(model, inputs, options)
         try:
-            with_doors, unused = with_calls(model, with_doors, recipe, inputs, options)
+            registered, unused = with_calls(model, registered, recipe, inputs, options)
         except Exception as error:  # of the model's own call, perhaps
             error.add_note(
                 f"sparsify called {type(model).__name__} on the examples of its inputs. To pass a seed, write seed=..."
@@ -85,12 +88,12 @@ def sparsify(
             raise
     else:
         unused: list[Layer] = []
-    chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in with_doors]
+    chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in registered]
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
     sparse = [(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()]
-    paths = [layer.path for layer in with_doors]
-    missed.report(wanted(recipe, beyond), "nm.nnx.door", paths, strict, stacklevel=2)
+    paths = [layer.path for layer in registered]
+    missed.report(wanted(recipe, beyond), "nm.nnx.register_layer", paths, strict, stacklevel=2)
     check_layers(sparse, axes, normalised(model), paths)
     _report_unused(unused, paths, strict)
     if inputs or options:
@@ -99,7 +102,7 @@ def sparsify(
     for layer, sparsity in chosen:
         if layer.hardened is not None:  # of an earlier recipe
             layer.harden(None)
-        put_site(layer, sparsity, recipe.backend, seed, axes)
+        put_state(layer, sparsity, recipe.backend, seed, axes)
     return model
 
 
@@ -127,10 +130,10 @@ def _report_unused(unused: list[Layer], paths: list[str], strict: bool) -> None:
     missed.tell(lead, gone, paths, why, strict, stacklevel=3)
 
 
-def put_site(
+def put_state(
     layer: Layer, sparsity: Sparsity, backend: str, seed: Any, axes: tuple[int, ...] | None = None
 ) -> None:  # fmt: skip
-    """Install the sparse product in a layer, as a site, or restore Flax's dense one if there is nothing to prune.
+    """Give a layer a `SparsityState`, or restore Flax's dense product if there is nothing to prune.
 
     Args:
       layer: The layer.
@@ -145,15 +148,15 @@ def put_site(
         return
     stack = axes if axes in layer.stacks else layer.stack
     origin = layer.origin._replace(sparsity=sparsity)
-    site = SiteModule(origin, backend, layer.rank, stack, layer.product)
+    site = SparsityState(origin, backend, layer.rank, stack, layer.product)
     layer.put(site)
-    made = sites.Site.new(stacked(layer, origin), shape(layer), seed)
-    variable = lambda v, state: _variable(layer, sites.stored(v, stack, layer.rank), state)
+    made = states.WeightState.new(stacked(layer, origin), shape(layer), seed)
+    variable = lambda v, state: _variable(layer, states.stored(v, stack, layer.rank), state)
     if made.words is not None:
         site.words = nnx.data(variable(made.words, state=False))
     if made.time is not None:
         site.time = nnx.data(variable(made.time, state=False))
-    if sites.has_state(sparsity):
+    if states.has_state(sparsity):
         state = read(layer).renewed(value(layer)).state
         site.ranks = tuple(v.ndim - len(stack) for v in jax.tree.leaves(state))
         site.state = nnx.data(jax.tree.map(partial(variable, state=True), state))
@@ -181,13 +184,14 @@ def _variable(layer: Layer, value: jax.Array, state: bool) -> SparsityVariable:
 
 
 def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
-    """Set the step of every layer, and update its state if the schedule says so.
+    """Set the step of every layer. Call it once for every (micro-)step, outside the loss.
 
-    Call it once for every (micro-)step, outside the loss. Inside `jit`, one program serves all steps.
+    Schedules and random numbers follow the step, and masks and scales that are due are computed again. Inside `jit`,
+    one program serves all steps.
 
     Args:
       model: The model.
-      step: The step of training, an integer. Schedules and random numbers depend on it.
+      step: The step of training, an integer or an integer array of shape ().
       micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own random numbers; held
         masks stay.
       since: The step of the last call. By default the model's own time says it. Under `jax.vmap` over models, pass
@@ -199,13 +203,17 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
         trace, as when the loss function calls `set_step`.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
-    >>> nm.nnx.set_step(model, 3)
-    >>> print(model.nm_site.time[...].ravel())
-    [3 0]
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    >>> @nnx.jit
+    ... def gradients(model, x, step):
+    ...     nm.nnx.set_step(model, step)
+    ...     return nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+    >>> gradients(model, jnp.ones((4, 8)), 3)["kernel"].shape
+    (8, 4)
     """
-    now = sites.moment(step, micro)
-    for layer, site in _with_sites(model):
+    now = states.moment(step, micro)
+    for layer, site in _with_state(model):
         check_phase(site, step)
         try:
             with jax.named_scope(site.name):
@@ -232,13 +240,14 @@ def reset_state(model: Model) -> Model:
       The model itself.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> model.kernel[...] = jnp.tile(jnp.array([1., 2., 3., 4.]), 2)[:, None] * jnp.ones((1, 4))
     >>> model = nm.nnx.reset_state(model)
     >>> nm.nnx.scales(model)
     {'': Array(2.2, dtype=float32)}
     """
-    for layer, site in _with_sites(model):
+    for layer, site in _with_state(model):
         if site.state is not None:
             store(layer, read(layer).renewed(value(layer)))
     return model
@@ -252,28 +261,29 @@ def reseed(model: Any, seed: Any) -> None:
       seed: An int, a `jax.random.key` or two uint32 words.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
-    >>> before = model.nm_site.words[...]
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    >>> before = model.nm_state.words[...]
     >>> nm.nnx.reseed(model, seed=1)
-    >>> bool((model.nm_site.words[...] == before).any())
+    >>> bool((model.nm_state.words[...] == before).any())
     False
     """
-    for layer, site in _with_sites(model):
+    for layer, site in _with_state(model):
         if site.words is not None:
             sizes = tuple(layer.kernel.shape[a] for a in layer.stack)
-            write(site.words, sites.stored(sites.site_words(seed, layer.path, sizes), layer.stack, layer.rank))
+            write(site.words, states.stored(states.noise_words(seed, layer.path, sizes), layer.stack, layer.rank))
 
 
-def _with_sites(model: Any) -> list[tuple[Layer, SiteModule]]:
+def _with_state(model: Any) -> list[tuple[Layer, SparsityState]]:
     return [(layer, layer.site) for layer in layers(model) if layer.site is not None]
 
 
-def store(layer: Layer, new: sites.Site) -> None:
-    """Write time and state of a layer's site, and what the layer prunes."""
+def store(layer: Layer, new: states.WeightState) -> None:
+    """Write time and state of a layer's state, and what the layer prunes."""
     site = layer.site
     assert site is not None
     if new.origin.sparsity != site.sparsity:
         site.origin = nnx.static(site.origin._replace(sparsity=new.origin.sparsity))
     variables = [v for v in (site.time, *site.variables) if v is not None]
     for variable, v in zip(variables, jax.tree.leaves((new.time, new.state)), strict=True):
-        write(variable, sites.stored(v, layer.stack, layer.rank))
+        write(variable, states.stored(v, layer.stack, layer.rank))

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
 from nmjax.nnx.checks import check_uses
-from nmjax.nnx.delivery import put_site
+from nmjax.nnx.delivery import put_state
 from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import back, layers, read, shape, stacked, value
 from nmjax.nnx.recording import other_uses
 from nmjax.nnx.variables import write
-from nmjax.programs import sites
+from nmjax.programs import states
 from nmjax.pruners import identity
 
 Model = TypeVar("Model")
@@ -38,13 +38,12 @@ class User(NamedTuple):
 def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     """Return a copy of a model with every weight in its final form, as inference uses it.
 
-    The copy prunes activations only. Each layer that was sparse has an attribute ``hardened``: its `Pattern`, or None
-    if its weight ends dense. A weight is pruned in the dtype that its layer computes in, and is stored in its own. So
-    if float32 inputs widen a bfloat16 weight in training, the hardened weight differs from it by rounding.
+    The weights of the copy are n:m arrays of the same shapes and dtypes, and it prunes activations only. Each layer
+    that was sparse has an attribute ``hardened``: its `Pattern`, or None if its weight ends dense.
 
-    A model may use the weight of a sparse layer elsewhere too, as a tied head does, which multiplies by it without
-    pruning. Hardening would change that product. Without ``inputs`` this is not looked at: pass them here, or to
-    `sparsify`, if the model reads weights of its layers.
+    If the model uses the weight of a sparse layer elsewhere too, as a tied head does, hardening would change that
+    product: pass ``inputs`` here, or to `sparsify`, and it is refused. A weight is pruned in the dtype that its layer
+    computes in. If float32 inputs widen a bfloat16 weight in training, the hardened weight differs from it by rounding.
 
     Args:
       model: A sparse model.
@@ -65,7 +64,8 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
         this step. Inside `jit` nothing is compared.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> hard = nm.nnx.harden(model)
     >>> bool(nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)), hard.hardened
     (True, 2:4 along axis 0)
@@ -75,7 +75,7 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     else:
         _check_methods(model)
     hard, unfinished = harden_without_warning(model)
-    sites.warn_unfinished(unfinished, stacklevel=3)
+    states.warn_unfinished(unfinished, stacklevel=3)
     return hard
 
 
@@ -92,18 +92,18 @@ def _check_methods(model: Any) -> None:
             )
 
 
-def harden_without_warning(model: Model) -> tuple[Model, list[sites.Unfinished]]:
-    """Return the hardened copy of a model, and what `sites.warn_unfinished` takes."""
+def harden_without_warning(model: Model) -> tuple[Model, list[states.Unfinished]]:
+    """Return the hardened copy of a model, and what `states.warn_unfinished` takes."""
     hard = nnx.clone(model)
     users, done = users_of(hard), set()
-    found: list[sites.Unfinished] = []
+    found: list[states.Unfinished] = []
     for layer in layers(hard):
         if layer.site is None:
             continue
         site, kernel, pattern = read(layer), layer.kernel, _pattern(layer)
         p, rest = site.form(shape(layer))
         if p == identity or id(kernel) in done:
-            found.append(([], (layer.path, sites.inputs_unfinished(layer.sparsity, site.time))))
+            found.append(([], (layer.path, states.inputs_unfinished(layer.sparsity, site.time))))
         else:
             _check_shared(layer, users[id(kernel)])
             weight = value(layer)
@@ -112,7 +112,7 @@ def harden_without_warning(model: Model) -> tuple[Model, list[sites.Unfinished]]
             write(kernel, back(layer, final).astype(kernel.dtype))
             done.add(id(kernel))
             layer.drop_mask()
-        put_site(layer, rest, layer.site.backend, 0, layer.stack)
+        put_state(layer, rest, layer.site.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
     return hard, found
 
@@ -169,10 +169,10 @@ def _same_values(a: Any, b: Any) -> bool:
 def _pattern(layer: Layer) -> Pattern | None:
     """Return the pattern of a sparse layer's hardened kernel along its axes; None if it is dense."""
     assert layer.site is not None
-    pattern = sites.Site(stacked(layer, layer.site.origin)).pattern(
+    pattern = states.WeightState(stacked(layer, layer.site.origin)).pattern(
         shape(layer)
     )  # no array is read: they may be shapes
-    return pattern and replace(pattern, axes=sites.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
+    return pattern and replace(pattern, axes=states.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
 
 
 def patterns(model: Any) -> dict[str, Pattern | None]:
@@ -188,7 +188,8 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
       ValueError: A weight is drawn again at every step, so it has no final form.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.patterns(model)
     {'kernel': 2:4 along axis 0}
     """
@@ -218,7 +219,8 @@ def violations(model: Any) -> dict[str, jax.Array | None]:
       UserWarning: No weight has an n:m final form, so nothing was checked.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.violations(model), nm.nnx.violations(nm.nnx.harden(model))
     ({'kernel': Array(8, dtype=int32)}, {'kernel': Array(0, dtype=int32)})
     """
@@ -243,7 +245,8 @@ def masks(model: Any) -> nnx.State[Any, Any]:
       TypeError: A pruner has no mask, because it does not only keep or drop.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> masks = nm.nnx.masks(model)
     >>> masks["kernel"].shape, int(masks["kernel"][...].sum()), bool(masks["bias"][...])
     ((8, 4), 16, True)

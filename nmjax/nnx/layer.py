@@ -1,6 +1,6 @@
-"""A layer with a door: its weight, its product, and the site that makes it sparse.
+"""A registered layer: its weight, its product, and the state that makes it sparse.
 
-The product is found by tracing the method of the door on shapes, or by a call of the model.
+The product is found by tracing the registered method on shapes, or by a call of the model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,25 +13,25 @@ import jax
 from flax import nnx
 
 from nmjax.analysis.patterns import Pattern
-from nmjax.nnx.doors import (
-    SITE,
-    Door,
+from nmjax.nnx.registry import (
+    STATE,
+    LayerType,
     Shape,
     dense_class,
-    doors_of,
     mask_of,
     sparse_class,
+    types_of,
     weight_of,
-    without_sites,
+    without_state,
 )
-from nmjax.nnx.variables import SiteModule
+from nmjax.nnx.variables import SparsityState
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Operand, shape_of
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter, Step
 from nmjax.programs.rewriting import Product, Rewriter
 from nmjax.programs.running import run
-from nmjax.programs.sites import Origin
+from nmjax.programs.states import Origin
 
 Shapes = tuple[tuple[tuple[Any, ...], jax.ShapeDtypeStruct], ...]
 
@@ -59,21 +59,21 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of a class that has a door. If the door names several weights, there is one for each.
+    """A layer of a registered class. If the class has several weights, there is one for each.
 
     Attributes:
       path: Its path in the model, such as "blocks/0/mlp/up".
       module: The layer.
-      door: Its door.
+      layer_type: What is registered of its class.
       weight_name: The attribute of the module that holds the weight.
       traced: A cache of traced layers. Layers that are alike are traced once.
-      called: The product that a call asked it for. Needed only if the door does not say which.
+      called: The product that a call asked it for. Needed only if its class does not say which.
       axes: The stacking axes, if the caller named them.
     """
 
     path: str
     module: Any
-    door: Door
+    layer_type: LayerType
     weight_name: str
     traced: dict[Any, "Uses | None"] = field(repr=False)
     called: Example | None = None
@@ -82,19 +82,19 @@ class Layer:
     @property
     def text(self) -> str:
         """The declaration, for errors."""
-        return f"nm.nnx.door({type(self.module).__name__}, weight={self.weight_name!r})"
+        return f"nm.nnx.register_layer({type(self.module).__name__}, weight={self.weight_name!r})"
 
     @property
     def where(self) -> str:
-        """The beginning of errors: the path, and the declaration of a door that a user declared."""
-        return (self.path or "the model") + ("" if self.door.shape else f": {self.text}")
+        """The beginning of errors: the path, and the call that registered the class if a user did."""
+        return (self.path or "the model") + ("" if self.layer_type.shape else f": {self.text}")
 
     # ---- the weight ----
 
     @property
     def has_weight(self) -> bool:
         """True if an operand of the product is a weight. If not, ``kernel`` is a variable that takes its place."""
-        return self.door.argument is None
+        return self.layer_type.argument is None
 
     @property
     def kernel(self) -> Any:
@@ -111,7 +111,7 @@ class Layer:
     @property
     def kernel_path(self) -> str:
         """The path of the weight."""
-        return f"{self.path}/{self.weight_name}".lstrip("/") if self.door.alone else self.path
+        return f"{self.path}/{self.weight_name}".lstrip("/") if self.layer_type.alone else self.path
 
     def weight(self) -> jax.Array:
         """Return the weight as `steps` takes it: the parameter, times its mask."""
@@ -135,20 +135,20 @@ class Layer:
 
     @property
     def other_readers(self) -> list[str]:
-        """The methods of the class that name the weight beside the method of the door."""
-        if self.door.shape is not None:
+        """The methods of the class that name the weight beside the registered method."""
+        if self.layer_type.shape is not None:
             return []
-        kind, method = dense_class(type(self.module)), self.door.method
+        kind, method = dense_class(type(self.module)), self.layer_type.method
         members = {name: v for one in reversed(kind.__mro__) for name, v in vars(one).items()}
         code = {name: getattr(v, "__code__", None) for name, v in members.items() if name not in ("__init__", method)}
         return [name for name, one in code.items() if one is not None and self.weight_name in one.co_names]
 
-    # ---- the site ----
+    # ---- its sparsity state ----
 
     @property
     def inside(self) -> Any:
-        """What stands in the place of the product: a site, something that `put` put there, or None."""
-        return vars(self.module).get(self.door.attribute(self.weight_name))
+        """What stands in the place of the product: a sparsity state, something that `put` put there, or None."""
+        return vars(self.module).get(self.layer_type.attribute(self.weight_name))
 
     def put(self, product: nnx.Module | None) -> None:
         """Put something in the place of the product; None is the product itself.
@@ -156,21 +156,21 @@ class Layer:
         It is a module with a method ``_multiply``, whose name keeps it out of `nnx.tabulate`.
         """
         if product is not None:
-            setattr(self.module, self.door.attribute(self.weight_name), nnx.data(product))
-            methods = tuple(dict.fromkeys(one.method for one in doors_of(self.module)))
+            setattr(self.module, self.layer_type.attribute(self.weight_name), nnx.data(product))
+            methods = tuple(dict.fromkeys(one.method for one in types_of(self.module)))
             self._become(sparse_class(dense_class(type(self.module)), methods))
         elif self.inside is not None:
-            delattr(self.module, self.door.attribute(self.weight_name))
-            if not any(name.startswith(SITE) for name in vars(self.module)):
+            delattr(self.module, self.layer_type.attribute(self.weight_name))
+            if not any(name.startswith(STATE) for name in vars(self.module)):
                 self._become(dense_class(type(self.module)))
 
     def _become(self, kind: type) -> None:
         object.__setattr__(self.module, "__class__", kind)  # Flax would list the class among the attributes
 
     @property
-    def site(self) -> SiteModule | None:
-        """The site that `sparsify` put into the layer; None if it is dense."""
-        return self.inside if isinstance(self.inside, SiteModule) else None
+    def site(self) -> SparsityState | None:
+        """The sparsity state that `sparsify` put into the layer; None if it is dense."""
+        return self.inside if isinstance(self.inside, SparsityState) else None
 
     @property
     def sparsity(self) -> Sparsity:
@@ -185,7 +185,7 @@ class Layer:
 
     @property
     def _hardened(self) -> str:
-        return "hardened" if self.door.alone else f"hardened_{self.weight_name}"
+        return "hardened" if self.layer_type.alone else f"hardened_{self.weight_name}"
 
     @property
     def hardened(self) -> Pattern | None:
@@ -206,19 +206,19 @@ class Layer:
     @property
     def stack(self) -> tuple[int, ...]:
         """The axes of the weight that stack layers."""
-        at_site = None if self.site is None else self.site.stack
-        return at_site if at_site in self.stacks else self.stacks[0]  # inside a scan, one layer is no stack
+        at_state = None if self.site is None else self.site.stack
+        return at_state if at_state in self.stacks else self.stacks[0]  # inside a scan, one layer is no stack
 
     @cached_property
     def stacks(self) -> list[tuple[int, ...]]:
         """The axes of the weight that may stack layers: without them it fits the method. Leading axes first."""
-        if self.door.shape is not None:
-            return self._stacks_of(tuple(self.door.shape(self.module)))
+        if self.layer_type.shape is not None:
+            return self._stacks_of(tuple(self.layer_type.shape(self.module)))
         if self.axes is not None:
             return [self.axes]
         if self.site is not None:
             return [self.site.stack if self.kernel.ndim > self.site.rank else ()]
-        if self.door.examples is None:
+        if self.layer_type.examples is None:
             return self._stacks_of_call()
         stacked = combinations(range(self.kernel.ndim), 1) if self.kernel.ndim > 2 else ()
         first: MisfitError | None = None
@@ -256,7 +256,7 @@ class Layer:
 
     def stacked(self, axes: tuple[int, ...] | None) -> "Layer":
         """Override the inferred stack axes, if these fit and differ from them."""
-        if axes is None or self.door.shape is not None or axes in self.stacks or self.door.examples is None:
+        if axes is None or self.layer_type.shape is not None or axes in self.stacks or self.layer_type.examples is None:
             return self
         try:
             self._traced(1, axes)
@@ -270,7 +270,7 @@ class Layer:
         """Return the layer's product for ``tokens`` tokens; None if only a call says which product it is."""
         if self.called is not None:
             return self.called
-        traced = None if self.door.examples is None else self._traced(tokens, self.stack)
+        traced = None if self.layer_type.examples is None else self._traced(tokens, self.stack)
         return traced or (None if self.site is None else self.site.example)
 
     @property
@@ -295,7 +295,7 @@ class Layer:
     @property
     def why_unknown(self) -> str:
         """The reason why the product is unknown before a call, and the remedy."""
-        if self.door.shape is not None:
+        if self.layer_type.shape is not None:
             lead = "its einsum_str comes with the call. Give it to the constructor, or"
         else:
             lead = "only a call says which product it is. "
@@ -303,20 +303,20 @@ class Layer:
         return f"{lead} pass examples of the model's inputs: sparsify(model, recipe, x)."
 
     def _traced(self, tokens: int, stack: tuple[int, ...]) -> Example | None:
-        """Return the product of the weight when the method takes the examples of the door."""
+        """Return the product of the weight when the method takes the examples of its class."""
         graph, flat = self._parts
         for axis in sorted(stack, reverse=True):
             size = self.kernel.shape[axis]
             alike = lambda v, axis=axis, size=size: len(v.shape) > axis and v.shape[axis] == size
             flat = tuple((path, _without(axis, v) if alike(v) else v) for path, v in flat)
-        key: Any = (graph, flat, self.door, self.weight_name, tokens)
+        key: Any = (graph, flat, self.layer_type, self.weight_name, tokens)
         try:
             hash(key)
         except TypeError:  # the layer has an attribute without a hash
-            key = (id(self.module), flat, self.door, self.weight_name, tokens)
+            key = (id(self.module), flat, self.layer_type, self.weight_name, tokens)
         if key not in self.traced:
             try:
-                self.traced[key] = _uses(graph, flat, self.door, self.weight_name, tokens)
+                self.traced[key] = _uses(graph, flat, self.layer_type, self.weight_name, tokens)
             except MisfitError as error:
                 raise MisfitError(f"{self.where}: {error}") from error
         used = self.traced[key]
@@ -328,14 +328,14 @@ class Layer:
 
     @cached_property
     def _parts(self) -> tuple[Any, Shapes]:
-        """The graph of the layer without its sites, and the shapes of its variables by their paths."""
-        graph, state = nnx.split(without_sites(self.module))
+        """The graph of the layer without its sparsity state, and the shapes of its variables by their paths."""
+        graph, state = nnx.split(without_state(self.module))
         shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)  # without the sharding, which the input has not
         return graph, tuple((path, shape(v.get_value())) for path, v in nnx.to_flat_state(state))
 
 
 class MisfitError(ValueError):
-    """The method of a layer cannot take the examples of its door."""
+    """The method of a layer cannot take the examples of its class."""
 
 
 class Uses:
@@ -373,49 +373,49 @@ class Uses:
             lead = "multiplies no input by it" if not found else "uses it in other operations too"
             by = f". {', '.join(others)} takes it" if others else ""
             raise ValueError(
-                f"{where}: the method {lead}{by}. A door needs {weight} to be an operand of products alone. For other "
-                "programs there is nm.transform."
+                f"{where}: the method {lead}{by}. A registered layer may use {weight} as an operand of products "
+                "alone. For other programs there is nm.transform."
             )
         if len({(one.operand, one.steps) for one in found}) > 1:
             raise ValueError(f"{where}: products take {weight} along different axes, so it has no single pattern.")
         return found[0]
 
 
-def _uses(graph: Any, flat: Shapes, door: Door, weight: str, tokens: int) -> Uses | None:
+def _uses(graph: Any, flat: Shapes, layer_type: LayerType, weight: str, tokens: int) -> Uses | None:
     """Trace the method of a layer on shapes, and return what it does with its weights.
 
     Args:
       graph: The graph of the layer.
       flat: The shapes of its variables, by their paths.
-      door: Its door.
+      layer_type: What is registered of its class.
       weight: The name of the weight that the caller looks for. The input has its dtype, and errors name it.
       tokens: The number of tokens in the input.
 
     Returns:
       The uses; None if only a call says them.
     """
-    assert door.examples is not None
+    assert layer_type.examples is not None
     paths, shapes = zip(*flat, strict=True)
     kernel = dict(flat)[(weight,)]
     try:
-        given = door.examples(_merged(graph, paths, shapes), tokens, kernel.dtype)
+        given = layer_type.examples(_merged(graph, paths, shapes), tokens, kernel.dtype)
     except Exception as error:  # of code that we do not know
         raise MisfitError(
-            f"the input of its door does not return a shape, such as (-1, 8): {str(error).splitlines()[0]}"
+            f"the registered input does not return a shape, such as (-1, 8): {str(error).splitlines()[0]}"
         ) from error
     if given is None:
         return None
     params, rest = {str(i): v for i, v in enumerate(shapes)}, given
-    if door.argument is not None:
-        params |= {weight: given[door.argument]}
-        rest = given[: door.argument] + given[door.argument + 1 :]
+    if layer_type.argument is not None:
+        params |= {weight: given[layer_type.argument]}
+        rest = given[: layer_type.argument] + given[layer_type.argument + 1 :]
     used = Uses()
 
     def call(params: dict[str, Any], *args: Any) -> Any:
         module = _merged(graph, paths, [params[str(i)] for i in range(len(paths))])
-        if door.argument is not None:
-            args = (*args[: door.argument], params[weight], *args[door.argument :])
-        return getattr(type(module), door.method)(module, *args)
+        if layer_type.argument is not None:
+            args = (*args[: layer_type.argument], params[weight], *args[layer_type.argument :])
+        return getattr(type(module), layer_type.method)(module, *args)
 
     def traced(params: dict[str, Any], args: Any) -> None:
         run(call, params, args, {}, used.rewriter(), {})
@@ -425,7 +425,7 @@ def _uses(graph: Any, flat: Shapes, door: Door, weight: str, tokens: int) -> Use
     except Exception as error:  # of code that we do not know
         shown = " and ".join(str(v.shape) for v in given)
         raise MisfitError(
-            f"{door.method} cannot take an input of shape {shown}, as the door gives it, with {weight} of shape "
+            f"{layer_type.method} cannot take an input of shape {shown}, as registered, with {weight} of shape "
             f"{kernel.shape}: {str(error).splitlines()[0]} Pass examples of the model's inputs: sparsify(model, "
             "recipe, x)."
         ) from error

@@ -10,8 +10,8 @@ from nmjax.analysis.metrics import Error, Weight
 from nmjax.nnx.delivery import store
 from nmjax.nnx.hardening import users_of
 from nmjax.nnx.layers import layers, read, value
-from nmjax.programs import sites
-from nmjax.programs.sites import Site
+from nmjax.programs import states
+from nmjax.programs.states import WeightState
 from nmjax.pruners import identity
 
 
@@ -25,7 +25,8 @@ def weights(model: Any) -> dict[str, Weight]:
       A dict from the layer's path to its `nmjax.metrics.Weight`. A stack of layers counts as one.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> print(nm.nnx.weights(model)[""].density)
     0.5
     """
@@ -54,7 +55,8 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
       A dict from the layer's path to the `nmjax.metrics.Error` of the gradient of its kernel.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> errors = nm.nnx.gradient_errors(model, lambda m, x: (m(x) ** 2).mean(), jnp.eye(4, 8), draws=2)
     >>> errors[""]._fields, bool(errors[""].variance > 0)
     (('bias', 'noise', 'variance', 'cosine'), True)
@@ -64,14 +66,14 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     paths = {layer.path: [user.path for user in users[id(layer.kernel)]] for layer in sparse}
     graph, state = nnx.split(model)
 
-    def gradients(change: Callable[[Site], Site]) -> dict[str, jax.Array]:
+    def gradients(change: Callable[[WeightState], WeightState]) -> dict[str, jax.Array]:
         copy = nnx.merge(graph, state, copy=True)
         for layer in layers(copy):
             if layer.site is not None:
                 store(layer, change(read(layer)))
         return _kernels(nnx.grad(loss)(copy, *args), paths)
 
-    return sites.gradient_errors(gradients, draws)
+    return states.gradient_errors(gradients, draws)
 
 
 def _kernels(grads: nnx.State[Any, Any], paths: dict[str, list[tuple[Any, ...]]]) -> dict[str, jax.Array]:

@@ -27,7 +27,7 @@ from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, magnitude, relative_error, sparsegpt
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.sites import first
+from nmjax.programs.states import first
 from nmjax.pruners.whole_rows import has_rows, rows
 from nmjax.recipes.table import Recipe
 

@@ -12,10 +12,10 @@ from nmjax.kernels.targets import target
 from nmjax.nnx.layer import Example, Layer
 from nmjax.nnx.layers import layers, read, value
 from nmjax.nnx.recording import products_of_call
-from nmjax.nnx.variables import SiteModule, SparsityVariable
+from nmjax.nnx.variables import SparsityState, SparsityVariable
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.weights import packed_weight
-from nmjax.programs.sites import context
+from nmjax.programs.states import context
 
 
 def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Form]]:
@@ -33,7 +33,8 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
       A dict from the layer's path to its forms, for `packed`. It is empty if no product runs packed, as on a CPU.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.set_step(model, 3)
     >>> forms = nm.nnx.pack(model, jnp.ones((4, 8)))
     >>> with nm.nnx.packed(model, forms):  # in the scan over micro-steps
@@ -56,7 +57,7 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
     return by_path
 
 
-def _forms(layer: Layer, site: SiteModule, products: Sequence[Example]) -> dict[FormKey, Form]:
+def _forms(layer: Layer, site: SparsityState, products: Sequence[Example]) -> dict[FormKey, Form]:
     """Return the forms in which the products of a layer, or of a stack, take its weight."""
 
     def one(weight: jax.Array, words: Any, time: Any, state: Any) -> dict[FormKey, Form]:
@@ -82,7 +83,8 @@ def packed(model: Any, forms: Mapping[str, Mapping[FormKey, Form]]) -> Iterator[
       ValueError: The forms name a layer that is not a sparse layer of the model.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> with nm.nnx.packed(model, {"up": {}}):
     ...     pass
     Traceback (most recent call last):

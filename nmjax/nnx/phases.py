@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 
 from nmjax.nnx.layers import layers
-from nmjax.nnx.variables import SiteModule
+from nmjax.nnx.variables import SparsityState
 from nmjax.products.fit import assuming_features_fit
 
 Model = TypeVar("Model")
@@ -39,13 +39,13 @@ def phase(model: Model, step: int | None) -> Model:
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.plan(model).phases
     (700,)
-    >>> nm.nnx.phase(model, 700).nm_site.now
+    >>> nm.nnx.phase(model, 700).nm_state.now
     y_w=ste(mse(2,4))
     """
     step = None if step is None else _known_step(step)
-    with_sites = [layer.site for layer in layers(model) if layer.site is not None]
-    changing = [(site, phases) for site in with_sites if (phases := assuming_features_fit(site.sparsity).phases)]
-    if not with_sites:
+    with_state = [layer.site for layer in layers(model) if layer.site is not None]
+    changing = [(site, phases) for site in with_state if (phases := assuming_features_fit(site.sparsity).phases)]
+    if not with_state:
         raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
     if not changing and step is not None:
         raise ValueError(
@@ -74,11 +74,11 @@ def _known_step(step: Any) -> int:
     return known
 
 
-def check_phase(site: SiteModule, step: Any) -> None:
+def check_phase(site: SparsityState, step: Any) -> None:
     """Raise an error if a step is known and lies in another phase than the model's.
 
     Args:
-      site: The site of a layer.
+      site: The sparsity state of a layer.
       step: The step, which may be traced.
     """
     if site.phase is None or isinstance(step, jax.core.Tracer):

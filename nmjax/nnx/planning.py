@@ -25,13 +25,13 @@ from nmjax.recipes.table import Recipe, recipe_of, unused_rules
 
 
 class _Planned(NamedTuple):
-    """The sparsity of a layer, from its site or from a recipe.
+    """The sparsity of a layer, from its state or from a recipe.
 
     Attributes:
       sparsity: The pruner of each slot.
       backend: The backend, as in `Recipe`.
       packed_before: The products whose weight is already packed.
-      phase: The phase of its site, if one is set.
+      phase: The phase of the layer, if one is set.
       stack: The axes of the kernel that stack layers.
       refused: The reason why the layer cannot be made sparse; None if it can, or if it stays dense.
       refused_slots: The reason of each slot that `sparsify` would refuse.
@@ -54,14 +54,14 @@ class _Planned(NamedTuple):
 
 
 def _planned_layers(
-    model: Any, with_doors: list[Layer], recipe: Recipe | None, axes: tuple[int, ...] | None
+    model: Any, registered: list[Layer], recipe: Recipe | None, axes: tuple[int, ...] | None
 ) -> list[_Planned]:  # fmt: skip
-    """Return what each layer prunes: by the recipe, or by its site if there is no recipe."""
+    """Return what each layer prunes: by the recipe, or by its state if there is no recipe."""
     if recipe is not None:
         in_norms = normalised(model)
-        return [_by_recipe(layer, recipe, axes, id(layer.module) in in_norms) for layer in with_doors]
+        return [_by_recipe(layer, recipe, axes, id(layer.module) in in_norms) for layer in registered]
     planned: list[_Planned] = []
-    for layer in with_doors:
+    for layer in registered:
         site, stack = layer.site, stack_of(layer)
         if site is None:
             planned.append(_Planned(Sparsity(), stack=stack))
@@ -107,12 +107,13 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp, nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> plan = nm.nnx.plan(model, jnp.ones((16, 8)))
-    >>> plan.layers[0].slots[0]
-    SlotPlan(name='y_w', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)
+    >>> plan.layers[0].slots[0]
+    SlotPlan(name='y_w', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
 
     A recipe can be tried before anything is changed:
 
@@ -125,12 +126,12 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
     if recipe is None and stack is not None:
         raise TypeError("plan takes stack only together with a recipe: a sparse model knows which axes stack layers.")
     axes = (stack,) if isinstance(stack, int) else stack
-    with_doors = [layer.stacked(axes) for layer in layers(model)]
+    registered = [layer.stacked(axes) for layer in layers(model)]
     if recipe is not None and (inputs or options):
-        with_doors, _ = with_calls(model, with_doors, recipe, inputs, options)
-    planned = _planned_layers(model, with_doors, recipe, axes)
+        registered, _ = with_calls(model, registered, recipe, inputs, options)
+    planned = _planned_layers(model, registered, recipe, axes)
     copy, notes = recording(model, [one.noted for one in planned])
-    beyond, parameters = unreached(model, with_doors)
+    beyond, parameters = unreached(model, registered)
     costs: Sequence[int | None] = [None] * len(notes)
     elsewhere, of_data = 0, set()
     of_weights: Mapping[int, list[str]] = {}
@@ -138,7 +139,7 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
         costs, elsewhere, of_data = scopes.costs_of(*traced(copy, inputs, options), len(notes))
         of_weights = other_uses(model, inputs, options) if recipe is not None else {}
     rows = tuple(
-        _row(*row, reads_data=i in of_data) for i, row in enumerate(zip(with_doors, planned, notes, costs, strict=True))
+        _row(*row, reads_data=i in of_data) for i, row in enumerate(zip(registered, planned, notes, costs, strict=True))
     )
     uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)
     if recipe is None:
@@ -146,7 +147,7 @@ def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **
     refused = _recipe_refusals(model, recipe, [row.path for row in rows], rule_paths(beyond))
     if inputs or options:
         try:
-            rows_of = zip(with_doors, planned, notes, strict=True)
+            rows_of = zip(registered, planned, notes, strict=True)
             called = [(layer, p.sparsity) for layer, p, n in rows_of if p.refused is None and n.asked is not None]
             check_uses(called, of_weights)
         except ValueError as error:

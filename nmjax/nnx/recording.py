@@ -108,9 +108,9 @@ def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> tup
 
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
     """Return every layer of a model, and the products that one call of the model asks it for."""
-    with_doors = list(layers(model))
-    notes, _ = _products(model, [layer.site is not None for layer in with_doors], inputs, options)
-    return list(zip(with_doors, notes, strict=True))
+    registered = list(layers(model))
+    notes, _ = _products(model, [layer.site is not None for layer in registered], inputs, options)
+    return list(zip(registered, notes, strict=True))
 
 
 def _products(
@@ -123,7 +123,7 @@ def _products(
 
 
 def with_calls(
-    model: Any, with_doors: list[Layer], recipe: Recipe, inputs: Sequence[Any], options: Mapping[str, Any]
+    model: Any, registered: list[Layer], recipe: Recipe, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[Layer], list[Layer]]:  # fmt: skip
     """Return the layers of a model, and those of the recipe that the call asks for no product.
 
@@ -132,19 +132,19 @@ def with_calls(
     Raises:
       ValueError: The recipe prunes such a layer, and the call asks it for products along different axes of its weight.
     """
-    asked = [recipe(layer.path) != Sparsity() and not _says_product(layer) for layer in with_doors]
-    completed = list(with_doors)
+    asked = [recipe(layer.path) != Sparsity() and not _says_product(layer) for layer in registered]
+    completed = list(registered)
     products, used = _products(model, asked, inputs, options)
     for i, noted in enumerate(products):
         if len({(one.operand, one.steps) for one in noted}) > 1:
             raise ValueError(
-                f"{with_doors[i].path}: the call asks for products that take the weight, of shape "
-                f"{with_doors[i].kernel.shape}, along different axes, so it has no single pattern. Use nm.transform, "
+                f"{registered[i].path}: the call asks for products that take the weight, of shape "
+                f"{registered[i].kernel.shape}, along different axes, so it has no single pattern. Use nm.transform, "
                 "or leave it dense."
             )
         if noted:
-            completed[i] = replace(with_doors[i], called=noted[0])
-    wanted = [recipe(layer.path) != Sparsity() for layer in with_doors]
+            completed[i] = replace(registered[i], called=noted[0])
+    wanted = [recipe(layer.path) != Sparsity() for layer in registered]
     return completed, [layer for layer, w, u in zip(completed, wanted, used, strict=True) if w and not u]
 
 

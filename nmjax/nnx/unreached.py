@@ -1,4 +1,4 @@
-"""The parameters of a model that no door reaches."""
+"""The parameters of a model outside its registered layers."""
 
 import math
 import os
@@ -14,16 +14,16 @@ from nmjax.recipes.missed import Missed
 from nmjax.recipes.table import Recipe
 
 
-def unreached(model: Any, with_doors: list[Layer]) -> tuple[list[Missed], int]:
-    """Return the parameters of two axes or more that no door reaches, and the number of values in all parameters.
+def unreached(model: Any, registered: list[Layer]) -> tuple[list[Missed], int]:
+    """Return the parameters of two axes or more outside registered layers, and the number of values in all.
 
-    Axes of size 1 and axes that stack layers do not count as axes. The bias of a layer with a door is left out.
+    Axes of size 1 and axes that stack layers do not count as axes. The bias of a registered layer is left out.
 
     Args:
       model: The model.
-      with_doors: Its layers with a door.
+      registered: Its registered layers.
     """
-    reached = {id(v) for layer in with_doors for v in (layer.kernel, getattr(layer.module, "bias", None))}
+    reached = {id(v) for layer in registered for v in (layer.kernel, getattr(layer.module, "bias", None))}
     owners = {"/".join(map(str, path)): type(module).__name__ for path, module in nnx.iter_modules(model)}
     found: list[Missed] = []
     count = 0
@@ -32,7 +32,7 @@ def unreached(model: Any, with_doors: list[Layer]) -> tuple[list[Missed], int]:
             for v in jax.tree.leaves(variable):
                 count += math.prod(np.shape(v))
                 names = tuple(map(str, path))
-                if id(variable) not in reached and np.ndim(v) > 1 and _rank(names, v.shape, with_doors) > 1:
+                if id(variable) not in reached and np.ndim(v) > 1 and _rank(names, v.shape, registered) > 1:
                     owner = "/".join(names[:-1])
                     found.append(Missed("/".join(names), tuple(v.shape), owners.get(owner, "")))
     return found, count
@@ -48,15 +48,15 @@ def rule_paths(found: list[Missed]) -> list[str]:
     return [path for one in found for path in (one.path, one.path.rpartition("/")[0])]
 
 
-def _rank(names: tuple[str, ...], shape: tuple[int, ...], with_doors: list[Layer]) -> int:
+def _rank(names: tuple[str, ...], shape: tuple[int, ...], registered: list[Layer]) -> int:
     """Return the number of axes of a parameter in one layer, without those of size 1.
 
     If all layers that are nearest to it in the tree are stacked alike, it is stacked too.
     """
     long = sum(n > 1 for n in shape)
-    shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in with_doors]
+    shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in registered]
     most = max(shared, default=0)
-    nearest = [layer for layer, n in zip(with_doors, shared, strict=True) if n == most]
+    nearest = [layer for layer, n in zip(registered, shared, strict=True) if n == most]
     stacks: set[tuple[int, ...]] = set()
     for layer in nearest:
         stack, kernel = stack_of(layer), layer.kernel.shape

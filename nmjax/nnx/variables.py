@@ -1,4 +1,4 @@
-"""The pruned product that `sparsify` puts into a layer (a `SiteModule`), and its variables (`SparsityVariable`)."""
+"""The pruned product that `sparsify` puts into a layer (a `SparsityState`), and its variables (`SparsityVariable`)."""
 
 import math
 from collections.abc import Callable, Generator
@@ -19,7 +19,7 @@ from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import moves
 from nmjax.programs.rewriting import Product
-from nmjax.programs.sites import Origin, context, first
+from nmjax.programs.states import Origin, context, first
 from nmjax.pruners import identity
 
 
@@ -33,19 +33,28 @@ class SparsityVariable(nnx.Variable[jax.Array]):
         nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> recipe = nm.Recipe({".*": "mvue(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     >>> print(*sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nm.nnx.SparsityVariable))))
     time words
     """
 
 
-class SiteModule(nnx.Module):
-    """The pruned product of a layer, in its attribute ``nm_site``.
+class SparsityState(nnx.Module):
+    """The sparsity of a layer, in its attribute ``nm_state``.
+
+    Attributes:
+      sparsity: The pruner of each slot.
+      words: Two uint32 words from which the layer draws its random numbers; None if it draws none.
+      time: The step and the micro-step; None if nothing depends on them.
+      state: The arrays that slots keep, such as a held mask of the weight's shape, by slot; None if they keep none.
+      phase: The first step of the phase that `nmjax.nnx.phase` has set; None if it has set none.
 
     >>> import nmjax as nm
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
-    >>> model.nm_site
-    SiteModule(
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    >>> model.nm_state
+    SparsityState(
       y_w=ste(mse(2,4))
     )
     """
@@ -58,7 +67,7 @@ class SiteModule(nnx.Module):
         stack: tuple[int, ...],
         example: Any = None,
     ) -> None:
-        """Make a site without variables.
+        """Make a state without variables.
 
         Args:
           origin: The weight of one layer.
@@ -79,7 +88,7 @@ class SiteModule(nnx.Module):
         self.packed: Any = None  # the weight's forms for kernels, inside `packed`
 
     def activated(self, activation: Callable[[jax.Array], jax.Array], layer: Any, x: jax.Array) -> jax.Array:
-        """Return ``activation(layer(x))``, for `nmjax.fused`. ``layer`` is a layer with this site."""
+        """Return ``activation(layer(x))``, for `nmjax.fused`. ``layer`` is a layer with this state."""
         linear = vars(type(layer)).get("_nm_dense") is nnx.Linear and layer.dot_general is lax.dot_general
         if not linear:
             return activation(layer(x))
@@ -97,7 +106,7 @@ class SiteModule(nnx.Module):
         """Return the pruned product of an operand and the weight, as a layer's method asks for it."""
         refusal = product.refusal(w)
         if refusal is not None:
-            raise ValueError(f"{self.name}: {refusal}. Take the derivative outside the method that the door names.")
+            raise ValueError(f"{self.name}: {refusal}. Take the derivative outside the registered method.")
         asked = (product.op.operands(x.ndim, w.ndim)["y_w"], product.parameter.steps)
         known = self.example and (
             self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["y_w"], self.example.steps
@@ -105,8 +114,8 @@ class SiteModule(nnx.Module):
         if known and (asked[0], moves(asked[1])) != (known[0], moves(known[1])):
             raise ValueError(
                 f"{self.name}: the call contracts axes {asked[0].contract} of an operand of shape {w.shape}, but for "
-                f"the input of the door it was axes {known[0].contract} of {self.example.rhs.shape}. Give the "
-                "door an input of the same kind as the call, or pass examples of the model's inputs to sparsify."
+                f"the registered input it was axes {known[0].contract} of {self.example.rhs.shape}. Give "
+                "register_layer an input of the same kind as the call, or pass sparsify examples of the model's inputs."
             )
         with jax.named_scope(self.name):
             return rule.bilinear(
@@ -122,7 +131,7 @@ class SiteModule(nnx.Module):
             )
 
     def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, None, None]:
-        """Yield what Flax prints of a site: its slots, a backend that was chosen, and the variables that it has."""
+        """Yield what Flax prints of a state: its slots, a backend that was chosen, and the variables that it has."""
         yield reprlib.Object(type=type(self))
         for name in SLOTS:
             if getattr(self.now, name) != identity:

@@ -126,8 +126,10 @@ def einsum(
     Raises:
       ValueError: If it is not a product of two operands, or groups do not fit, or a key or a state is missing.
 
-    >>> einsum("...i,io->...o", jnp.ones((2, 3, 4)), jnp.ones((4, 5)), sparsity=Sparsity()).shape
-    (2, 3, 5)
+    >>> import nmjax as nm
+    >>> x, w = jnp.ones((2, 3, 8)), jnp.ones((8, 16))
+    >>> nm.einsum("...i,io->...o", x, w, sparsity=nm.methods.ste(2, 4)).shape
+    (2, 3, 16)
     """
     dims, order = einsum_dims(spec, lhs.ndim, rhs.ndim)
     lhs, rhs = einsum_operands(spec, lhs, rhs)

@@ -288,6 +288,9 @@ def prune(
     >>> import nmjax as nm
     >>> nm.prune(nm.mse(2, 4), jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  3., -4.], dtype=float32)
+    >>> w = nm.prune(nm.mvue(2, 4), jnp.ones((8, 16)), axis=0, key=0)  # [in, out], along in
+    >>> w.shape, float((w != 0).mean())
+    ((8, 16), 0.5)
     """
     if not isinstance(pruner, Pruner):
         raise TypeError(f"prune takes a pruner such as mse(2,4), got {told(pruner)}.")

@@ -20,7 +20,7 @@ from nmjax.programs.parameters import Parameter
 
 RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 Value = tuple[Any, Parameter | None]
-Sites = Mapping[str, Any]
+States = Mapping[str, Any]
 
 
 class Product(NamedTuple):
@@ -80,7 +80,7 @@ class Rewriter(NamedTuple):
     """The function that stands in the place of products with parameters.
 
     Attributes:
-      compute: A function (product, x, w, site) of the operands and of the arrays of the parameter's site. It returns
+      compute: A function (product, x, w, arrays) of the operands and of the parameter's entry of ``states``. It returns
         the value of the product, or None to leave it as it is.
       seen: A function (parameter, name) that is called for every other operation that takes a parameter.
       derived: True inside of an equation that belongs to a derivative, as in `Product`.
@@ -90,14 +90,14 @@ class Rewriter(NamedTuple):
     seen: Callable[[Parameter, str], None]
     derived: bool = False
 
-    def run(self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], sites: Sites) -> list[Value]:
+    def run(self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], states: States) -> list[Value]:
         """Return the results of a program, each with its parameter, or with None if it was computed.
 
         Args:
           program: The program.
           consts: The values of its constants.
           inputs: Its inputs, each with the parameter that it is.
-          sites: The arrays of the parameters' sites, by the paths of the parameters.
+          states: The arrays of the parameters' sparsity states, by the paths of the parameters.
         """
         values: dict[core.Var, Value] = dict(zip(program.constvars, ((c, None) for c in consts), strict=True))
         values |= dict(zip(program.invars, inputs, strict=True))
@@ -106,20 +106,20 @@ class Rewriter(NamedTuple):
             operands = [read(v) for v in equation.invars]
             if any(parameter is not None for _, parameter in operands):
                 here = self._replace(derived=self.derived or versions.is_derived(equation))
-                results = here._rewritten(program, equation, operands, sites)
+                results = here._rewritten(program, equation, operands, states)
             else:
                 results = [(y, None) for y in _plain(program, equation, [x for x, _ in operands])]
             values |= dict(zip(equation.outvars, results, strict=True))
         return [read(v) for v in program.outvars]
 
     def _rewritten(
-        self, program: core.Jaxpr, equation: core.JaxprEqn, operands: list[Value], sites: Sites
+        self, program: core.Jaxpr, equation: core.JaxprEqn, operands: list[Value], states: States
     ) -> list[Value]:
         """Return the results of an equation that uses parameters."""
         name, arrays, parameters = equation.primitive.name, [x for x, _ in operands], _parameters(operands)
         inside = INSIDE.get(name)
         if inside is not None:
-            return inside(self, equation, operands, sites)
+            return inside(self, equation, operands, states)
         if len(operands) == 1:
             changed = parameters[0].after(equation) if parameters[0] is not None else None
             if changed is not None:
@@ -128,7 +128,7 @@ class Rewriter(NamedTuple):
         if product is not None:
             x, w = arrays[::-1] if product.swapped else arrays[:2]
             product = product._replace(derived=self.derived, extra=tuple(arrays[2:]))
-            y = self.compute(product, x, w, sites.get(product.parameter.path))
+            y = self.compute(product, x, w, states.get(product.parameter.path))
             if y is None:
                 y = _plain(program, equation, arrays)[0]
             elif product.swapped and isinstance(product.op, Dot):
@@ -217,10 +217,10 @@ def _arrays(rewriter: Rewriter, results: Sequence[Value], by: str) -> list[Any]:
     return [y for y, _ in results]
 
 
-def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], states: States) -> list[Value]:
     of = equation.params
     program, consts = _opened(of["jaxpr"] if "jaxpr" in of else of["call_jaxpr"])
-    results = rewriter.run(program, consts, operands, sites)
+    results = rewriter.run(program, consts, operands, states)
     shardings = of.get("out_shardings", [None] * len(results))
     constrained: list[Value] = []
     for (y, parameter), sharding in zip(results, shardings, strict=True):
@@ -229,23 +229,23 @@ def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sit
     return constrained
 
 
-def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], states: States) -> list[Value]:
     of, parameters = equation.params, _parameters(operands)
     program, consts = _opened(of["jaxpr"])
     returned: list[Parameter | None] = []  # as `nnx.remat` returns the parameters of a module
 
-    def run(arrays: list[Any], sites: Sites) -> list[Any]:
-        results = rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), sites)
+    def run(arrays: list[Any], states: States) -> list[Any]:
+        results = rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), states)
         returned[:] = _parameters(results)
         return [y for y, _ in results]
 
     given = of["prevent_cse"]  # one for all operands, or one for each
     prevent_cse: Any = given if isinstance(given, bool) else (list(given), True)
     again = jax.checkpoint(run, prevent_cse=prevent_cse, policy=of["policy"])
-    return list(zip(again([x for x, _ in operands], dict(sites)), returned, strict=True))
+    return list(zip(again([x for x, _ in operands], dict(states)), returned, strict=True))
 
 
-def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], states: States) -> list[Value]:
     of, parameters = equation.params, _parameters(operands)
     program, consts = _opened(of["jaxpr"])
     # The operands are constants, then the carry, then stacks. JAX 0.10 says how many of each (`num_consts`), and 0.12
@@ -258,13 +258,13 @@ def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], si
     for parameter in filter(None, parameters[shared : shared + carried]):
         rewriter.seen(parameter, "the carry of scan")
     inside = [*parameters[:shared], *[None] * carried, *sliced]
-    own = {p.path: sites[p.path] for p in sliced if p is not None and p.path in sites}
+    own = {p.path: states[p.path] for p in sliced if p is not None and p.path in states}
     constants = [x for x, _ in operands[:shared]]
 
-    def body(carry: list[Any], slices: tuple[list[Any], Sites]) -> tuple[list[Any], list[Any]]:
+    def body(carry: list[Any], slices: tuple[list[Any], States]) -> tuple[list[Any], list[Any]]:
         arrays, own = slices
         inputs = list(zip([*constants, *carry, *arrays], inside, strict=True))
-        results = _arrays(rewriter, rewriter.run(program, consts, inputs, {**sites, **own}), "scan")
+        results = _arrays(rewriter, rewriter.run(program, consts, inputs, {**states, **own}), "scan")
         return results[:carried], results[carried:]
 
     first = [x for x, _ in operands[shared : shared + carried]]
@@ -273,12 +273,12 @@ def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], si
     return [(y, None) for y in (*last, *ys)]
 
 
-def _cond(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+def _cond(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], states: States) -> list[Value]:
     parameters = _parameters(operands)[1:]
 
     def branch(program: core.Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
         inputs = lambda arrays: list(zip(arrays, parameters, strict=True))
-        return lambda *arrays: _arrays(rewriter, rewriter.run(program, consts, inputs(arrays), sites), "cond")
+        return lambda *arrays: _arrays(rewriter, rewriter.run(program, consts, inputs(arrays), states), "cond")
 
     branches = [branch(*_opened(program)) for program in equation.params["branches"]]
     index, *arrays = [x for x, _ in operands]
@@ -290,7 +290,7 @@ def _cond(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], si
     return [(y, None) for y in lax.platform_dependent(*arrays, default=default, **by_platform)]
 
 
-def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], states: States) -> list[Value]:
     of = equation.params
     of_condition, of_body = of["cond_nconsts"], of["body_nconsts"]
     condition, body = _opened(of["cond_jaxpr"]), _opened(of["body_jaxpr"])
@@ -298,8 +298,8 @@ def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], s
     for parameter in filter(None, _parameters(first)):
         rewriter.seen(parameter, "while")
     as_values: Callable[[Sequence[Any]], list[Value]] = lambda carry: [(x, None) for x in carry]
-    again = lambda carry: rewriter.run(*condition, [*asked, *as_values(carry)], sites)[0][0]
-    turn = lambda carry: _arrays(rewriter, rewriter.run(*body, [*used, *as_values(carry)], sites), "while")
+    again = lambda carry: rewriter.run(*condition, [*asked, *as_values(carry)], states)[0][0]
+    turn = lambda carry: _arrays(rewriter, rewriter.run(*body, [*used, *as_values(carry)], states), "while")
     return as_values(lax.while_loop(again, turn, [x for x, _ in first]))
 
 

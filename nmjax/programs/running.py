@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from nmjax.programs.parameters import Parameter
-from nmjax.programs.rewriting import Rewriter, Sites
+from nmjax.programs.rewriting import Rewriter, States
 
 
 def is_array(v: Any) -> bool:
@@ -28,7 +28,7 @@ class Result(NamedTuple):
 
 
 def run(
-    f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, sites: Sites
+    f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, states: States
 ) -> Any:  # fmt: skip
     """Trace ``f(params, *args, **options)``, and return what its program gives with other products.
 
@@ -38,7 +38,7 @@ def run(
       args: As in `results`.
       options: As in `results`.
       rewriter: As in `results`. A parameter that the function returns counts as seen.
-      sites: As in `results`.
+      states: As in `results`.
     """
 
     def value(result: Result) -> Any:
@@ -47,11 +47,11 @@ def run(
         return result.value
 
     is_result = lambda v: isinstance(v, Result)
-    return jax.tree.map(value, results(f, params, args, options, rewriter, sites), is_leaf=is_result)
+    return jax.tree.map(value, results(f, params, args, options, rewriter, states), is_leaf=is_result)
 
 
 def results(
-    f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, sites: Sites,
+    f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, states: States,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:  # fmt: skip
     """Trace ``f(params, *args, **options)``, and return the tree of what its program gives, with a `Result` per leaf.
@@ -62,7 +62,7 @@ def results(
       args: The other arguments. Leaves that are not arrays are given to the function as they are.
       options: The keyword arguments, likewise.
       rewriter: What stands in the place of products with parameters.
-      sites: The arrays of the parameters' sites, by the paths of the parameters.
+      states: The arrays of the parameters' sparsity states, by the paths of the parameters.
       is_leaf: Nodes among the other arguments that are given as they are, as in `jax.tree.flatten`.
     """
     rest, tree = jax.tree.flatten((args, options), is_leaf)
@@ -83,7 +83,7 @@ def results(
 
     closed = jax.make_jaxpr(flat)(*given)
     named = [*map(Parameter, paths), *[None] * (len(given) - len(paths))]
-    computed = rewriter.run(closed.jaxpr, closed.consts, list(zip(given, named, strict=True)), sites)
+    computed = rewriter.run(closed.jaxpr, closed.consts, list(zip(given, named, strict=True)), states)
     arrays = (Result(*value) for value in computed)
     *kinds, structure = out
     return jax.tree.unflatten(structure, [next(arrays) if kind is None else Result(kind) for kind in kinds])

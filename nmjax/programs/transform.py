@@ -25,12 +25,12 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import is_array, leaves, run
-from nmjax.programs.sites import Origin, Site, context, has_state, moment, needs_arrays, warn_unfinished
+from nmjax.programs.states import Origin, WeightState, context, has_state, moment, needs_arrays, warn_unfinished
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe, unused_rules
 
 Params = TypeVar("Params")
-Sites = dict[str, Site]
+State = dict[str, WeightState]
 
 
 class _Traced(NamedTuple):
@@ -88,11 +88,11 @@ class transform(Value):
     >>> f = lambda params, x: jax.nn.relu(x @ params["up"]) @ params["down"]
     >>> params = {"up": jax.random.normal(jax.random.key(0), (8, 16)), "down": jnp.ones((16, 4))}
     >>> sparse = nm.transform(f, nm.Recipe((("up", "s_ste(2,4)"),)))
-    >>> sites = sparse.init(params, jnp.ones((4, 8)))
-    >>> sites = sparse.set_step(params, sites, 1)
-    >>> sparse(params, jnp.ones((4, 8)), sites=sites).shape
+    >>> state = sparse.init(params, jnp.ones((4, 8)))
+    >>> state = sparse.set_step(params, state, 1)
+    >>> sparse(params, jnp.ones((4, 8)), state=state).shape
     (4, 4)
-    >>> params, sites = sparse.harden(params, sites)
+    >>> params, state = sparse.harden(params, state)
     >>> bool(nm.groups.is_nm(params["up"], 2, 4, axis=0))
     True
     """
@@ -110,19 +110,19 @@ class transform(Value):
         super().__post_init__()
         random.words(self.seed)
 
-    def __call__(self, params: Any, *args: Any, sites: Mapping[str, Site] | None = None, **options: Any) -> Any:
+    def __call__(self, params: Any, *args: Any, state: Mapping[str, WeightState] | None = None, **options: Any) -> Any:
         """Return the function's result, computed with pruned products.
 
         Args:
           params: The tree of parameters.
           *args: The other arguments of the function.
-          sites: What `init` returned. Needed if a method draws random numbers, has a schedule or keeps state.
+          state: What `init` returned. Needed if a method draws random numbers, has a schedule or keeps state.
           **options: Keyword arguments of the function.
 
         Raises:
-          ValueError: A product cannot be pruned, or ``sites`` is missing.
+          ValueError: A product cannot be pruned, or ``state`` is missing.
         """
-        known = {} if sites is None else dict(sites)
+        known = {} if state is None else dict(state)
         values = _known(params, known)
         ways = {path: {_way(site.origin.parameter, site.origin.operand)} for path, site in known.items()}
 
@@ -139,8 +139,8 @@ class transform(Value):
                 raise ValueError(f"{path}: {refusal}")
             if arrays is None and needs_arrays(sparsity):
                 raise ValueError(
-                    f"{path}: {sparsity} reads what init returns: write sites = f.init(params, ...), and call "
-                    "f(params, ..., sites=sites)."
+                    f"{path}: {sparsity} reads what init returns: write state = f.init(params, ...), and call "
+                    "f(params, ..., state=state)."
                 )
             with jax.named_scope(path):
                 ctx, backend, extra = context(*(arrays or (None, None, None))), self.recipe.backend, product.extra
@@ -187,8 +187,8 @@ class transform(Value):
         }
         return _Traced(unique(products), unique(names), unused, scopes.costs_of(program, learned, len(products)))
 
-    def init(self, params: Any, *args: Any, strict: bool = False, **options: Any) -> Sites:
-        """Return what the methods keep: the sites of the parameters, by their paths.
+    def init(self, params: Any, *args: Any, strict: bool = False, **options: Any) -> State:
+        """Return the sparsity state: what the methods keep for each parameter, by its path.
 
         Args:
           params: The tree of parameters.
@@ -211,7 +211,7 @@ class transform(Value):
         ]
         if refused:
             raise ValueError("\n".join(["The recipe cannot be carried out:", *refused]))
-        made: Sites = {}
+        made: State = {}
         for path, value in values.items():
             if products[path] and self._fitted(path, products[path])[0] != Sparsity():
                 made[path] = self._site(path, value, products[path], others[path])
@@ -277,35 +277,35 @@ class transform(Value):
             )
         return None
 
-    def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> Site:
+    def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> WeightState:
         sparsity, first = self._fitted(path, products)[0], products[0]
         layouts = {(one.product.parameter.steps, one.operand) for one in products}
         origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
-        return Site.new(origin, value, self.seed).renewed(value)
+        return WeightState.new(origin, value, self.seed).renewed(value)
 
     # ---- time and state ----
 
-    def set_step(self, params: Any, sites: Mapping[str, Site], step: Any, micro: Any = 0) -> Sites:
-        """Return the sites for a step, and compute state that is due. Call it once a (micro-)step, outside the loss.
+    def set_step(self, params: Any, state: Mapping[str, WeightState], step: Any, micro: Any = 0) -> State:
+        """Return the sparsity state of a step. Call it once a (micro-)step, outside the loss.
 
         Args:
           params: The tree of parameters.
-          sites: What `init` or `set_step` returned.
+          state: What `init` or `set_step` returned.
           step: The step of training, an integer.
           micro: The micro-step of gradient accumulation, an integer.
 
         Raises:
           TypeError: ``step`` or ``micro`` is not an integer.
         """
-        now, values = moment(step, micro), _known(params, sites)
-        return {path: site.at(values[path], now) for path, site in sites.items()}
+        now, values = moment(step, micro), _known(params, state)
+        return {path: site.at(values[path], now) for path, site in state.items()}
 
-    def harden(self, params: Params, sites: Mapping[str, Site]) -> tuple[Params, Sites]:
-        """Return the parameters in their final form, as inference uses them, and sites that prune activations only.
+    def harden(self, params: Params, state: Mapping[str, WeightState]) -> tuple[Params, State]:
+        """Return the parameters in their final form, as inference uses them, and a state that prunes activations only.
 
         Args:
           params: The tree of parameters.
-          sites: What `init` or `set_step` returned.
+          state: What `init` or `set_step` returned.
 
         Raises:
           ValueError: A weight is drawn again at every step, or something else uses it too, so it has no final form.
@@ -314,21 +314,21 @@ class transform(Value):
           UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
             this step.
         """
-        values, left = _known(params, sites), dict(sites)
+        values, left = _known(params, state), dict(state)
         unfinished = []
-        for path, site in sites.items():
+        for path, site in state.items():
             final, left[path] = site.hardened(values[path])
             unfinished.append(site.unfinished(values[path], final))
             values[path] = final
         warn_unfinished(unfinished, stacklevel=3)
         return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
 
-    def violations(self, params: Any, sites: Mapping[str, Site]) -> dict[str, jax.Array | None]:
+    def violations(self, params: Any, state: Mapping[str, WeightState]) -> dict[str, jax.Array | None]:
         """Return the number of groups of each parameter that break the pattern which `harden` promises.
 
         Args:
           params: The tree of parameters, as `harden` returned it.
-          sites: What `init` or `set_step` returned, before `harden`.
+          state: What `init` or `set_step` returned, before `harden`.
 
         Returns:
           A dict from path to a count. None: nothing was checked, because the final form is dense.
@@ -336,8 +336,8 @@ class transform(Value):
         Warns:
           UserWarning: No parameter has an n:m final form, so nothing was checked.
         """
-        values = _known(params, sites)
-        return checked({path: site.broken(values[path]) for path, site in sites.items()})
+        values = _known(params, state)
+        return checked({path: site.broken(values[path]) for path, site in state.items()})
 
     def plan(self, params: Any, *args: Any, **options: Any) -> Plan:
         """Return what every parameter will do, as `nmjax.nnx.plan` does for the layers of a model.
@@ -381,14 +381,14 @@ class transform(Value):
         )  # fmt: skip
 
 
-def _known(params: Any, sites: Mapping[str, Site]) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths. Refuse sites of parameters that it does not have."""
+def _known(params: Any, state: Mapping[str, WeightState]) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths. Refuse the state of parameters that it does not have."""
     values = leaves(params)
-    unknown = [path for path in sites if path not in values]
+    unknown = [path for path in state if path not in values]
     if unknown:
         raise ValueError(
-            f"params has no parameter {', '.join(map(repr, unknown[:4]))}, but there are sites for it. Pass the same "
-            "tree of parameters as to init."
+            f"the state is of {', '.join(map(repr, unknown[:4]))}, which params does not have. Pass the same tree of "
+            "parameters as to init."
         )
     return values
 

@@ -1,4 +1,4 @@
-"""Parameters that a rule matches and that no door reaches."""
+"""Parameters that a rule matches, outside registered layers."""
 
 import warnings
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from nmjax.core import layer_paths
 
 
 class Missed(NamedTuple):
-    """A parameter that a rule matches and that no door reaches.
+    """A parameter that a rule matches, outside registered layers.
 
     Attributes:
       path: Its path.
@@ -20,13 +20,13 @@ class Missed(NamedTuple):
     kind: str
 
 
-def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stacklevel: int) -> None:
-    """Warn of parameters that a rule matches and no door reaches, or refuse them.
+def report(missed: list[Missed], register: str, paths: list[str], strict: bool, stacklevel: int) -> None:
+    """Warn of parameters that a rule matches and no registered layer has, or refuse them.
 
     Args:
       missed: These parameters.
-      door: The function that declares a door, such as "nm.nnx.door".
-      paths: The paths of the layers that have a door.
+      register: The function that registers a layer, such as "nm.nnx.register_layer".
+      paths: The paths of the registered layers.
       strict: True to raise an error.
       stacklevel: As in `warnings.warn`, for the caller of this function.
 
@@ -36,9 +36,9 @@ def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stac
     if not missed:
         return
     weight = missed[0].path.rpartition("/")[2]
-    lead = "Rules of the recipe match these parameters, but no door reaches them, so they stay dense:"
+    lead = "Rules of the recipe match these parameters, but no registered layer has them, so they stay dense:"
     why = (
-        f'If a layer multiplies by such a parameter, declare its door: {door}({missed[0].kind}, weight="{weight}"). A '
+        f'If a layer multiplies by such a parameter, register it: {register}({missed[0].kind}, weight="{weight}"). A '
         "parameter that is used elsewhere too, as the table of a tied head is, stays dense."
     )
     tell(lead, missed, paths, why, strict, stacklevel + 1)

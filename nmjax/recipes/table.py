@@ -18,9 +18,9 @@ Rules: TypeAlias = Mapping[str, str | Sparsity] | Sequence[tuple[str, str | Spar
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Value):
-    """Rules (pattern, sparsity), in order. The first whose pattern matches a layer's whole path decides.
+    """The sparsity of each layer of a model, by rules for the layers' paths.
 
-    A layer that no pattern matches is dense.
+    The first rule whose regular expression matches a layer's whole path decides. A layer that none matches is dense.
 
     Args:
       rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`. A mapping has the
@@ -33,10 +33,10 @@ class Recipe(Value):
       TypeError: The rules are not pairs of a text and a sparsity.
       ValueError: A pattern is no regular expression, a text is no sparsity, or the backend is none of `BACKENDS`.
 
-    >>> recipe = Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)")))
+    >>> recipe = Recipe({r".*/attention/.*": "dense", r"blocks/.*": "s_ste(2,4)"})
     >>> recipe("blocks/0/mlp/up"), recipe("blocks/0/attention/out"), recipe("head")
     (y_w=ste(soft(2,4)); dw_g=mvue(2,4), dense, dense)
-    >>> Recipe({r".*/attention/.*": "dense", r"blocks/.*": "s_ste(2,4)"}) == recipe
+    >>> Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)"))) == recipe
     True
     """
 
@@ -81,7 +81,7 @@ class Recipe(Value):
 
         Args:
           paths: The paths of all layers of a model.
-          unreached: Paths that no door reaches. A rule counts as used if it leaves one of them dense.
+          unreached: Paths outside registered layers. A rule counts as used if it leaves one of them dense.
 
         Returns:
           Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.

@@ -95,7 +95,7 @@ def _briefly() -> Iterator[None]:
 
 @_briefly()
 def parse(text: str, *, foreign: bool = True) -> Sparsity:
-    """Return the `Sparsity` that a text describes. ``parse(str(sparsity)) == sparsity``.
+    """Return the `Sparsity` that a text describes, such as "s_ste(2,4)".
 
     Args:
       text: A method, slots, or a method and then the slots that replace its own, separated by ";". A method is one of
@@ -105,12 +105,15 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
         for a text that nobody you trust wrote.
 
     Returns:
-      The sparsity. It prints without the names of default arguments; a method of another module prints as written.
+      The sparsity. It prints as a text that parses to it again, without the names of default arguments; a method of
+      another module prints as written.
 
     Raises:
       ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
       TypeError: The text is not a str.
 
+    >>> parse("s_ste(2,4)")
+    y_w=ste(soft(2,4)); dw_g=mvue(2,4)
     >>> parse("s_ste(2,4); dx_g=rescale(mse(2,4))")
     y_w=ste(soft(2,4)); dx_g=rescale(mse(2,4)); dw_g=mvue(2,4)
     """

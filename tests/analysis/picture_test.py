@@ -60,6 +60,15 @@ def test_a_notebook_gets_one_cell_for_each_value():
     assert len(re.findall("fill='none'", svg)) == 8
 
 
+def test_the_colour_follows_the_magnitude():
+    svg = nm.show(np.array([*[4.0] * 20, 40.0, -2.0, 1e-6, 0.0]))._repr_svg_()
+    cells = re.findall(r"<rect [^>]*fill='([^']*)'(?: fill-opacity='([\d.]+)')?/>", svg)
+    green = "#1a7f64"
+    assert cells == [*[(green, "1.00")] * 21, (green, "0.53"), (green, "0.06"), ("none", "")]
+    assert "is full from 4'" in svg
+    assert "full" not in nm.show(np.array([True, False]))._repr_svg_()
+
+
 def test_colour_is_for_terminals(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import nmjax as nm
 from nmjax import linen
-from nmjax.linen.doors import DOORS
-from nmjax.linen.variables import SiteVariable
-from nmjax.programs import sites
+from nmjax.linen.registry import REGISTERED
+from nmjax.linen.variables import StateVariable
+from nmjax.programs import states
 from tests.delivery_test import DRAWN, HELD, MICRO, SEED, STEP, normal
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
@@ -74,13 +74,13 @@ class Einsum(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def door():
-    """Declare the door of Einsum, and leave the doors as they were."""
-    before = dict(DOORS)
-    linen.door(Einsum, weight="{weight_name}")
+def einsum_registered():
+    """Register Einsum, and leave the registry as it was."""
+    before = dict(REGISTERED)
+    linen.register_layer(Einsum, weight="{weight_name}")
     yield
-    DOORS.clear()
-    DOORS.update(before)
+    REGISTERED.clear()
+    REGISTERED.update(before)
 
 
 def whole(seed, *shape):
@@ -89,11 +89,11 @@ def whole(seed, *shape):
 
 
 def all_sites(variables):
-    return jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, SiteVariable))
+    return jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, StateVariable))
 
 
 def the_site(variables):
-    """Return the only SiteVariable among variables."""
+    """Return the only StateVariable among variables."""
     (site,) = all_sites(variables)
     return site
 
@@ -158,7 +158,7 @@ def test_paths_are_those_of_all_layers():
     three = Pruned(nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(4)]), rules, seed=1).init(normal(1, 8, 16))
     assert linen.paths(three) == ("layers_0", "layers_1", "layers_2")
     for site in all_sites(three)[:2]:
-        np.testing.assert_array_equal(site.words.reshape(2), sites.site_words(1, site.origin.path))
+        np.testing.assert_array_equal(site.words.reshape(2), states.noise_words(1, site.origin.path))
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def one_layer(text, w, words, x):
     sparsity, plain = nm.parse(text), jax.lax.stop_gradient(w)
     state = sparsity.init(plain, contract=0, out=1)
     state = sparsity.refresh(plain, contract=0, out=1, ctx=nm.Ctx(words, STEP, state, since=0))
-    return nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(sites.site_key(words, MICRO), STEP, state))
+    return nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(states.noise_key(words, MICRO), STEP, state))
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_a_stack_of_stacks(axes, text):
     variables = model.init(x)
     stacked = jax.vmap(jax.vmap(lambda w: w, 0, axes[1]), 0, axes[0])
     unstacked = jax.vmap(jax.vmap(lambda w: w, axes[1], 0), axes[0], 0)
-    words = sites.site_words(SEED, "blocks/expert", (2, 3))
+    words = states.noise_words(SEED, "blocks/expert", (2, 3))
     if text == HELD:
         np.testing.assert_array_equal(unstacked(the_site(variables).words).reshape(2, 3, 2), words)
 
@@ -305,7 +305,7 @@ def test_a_stack_made_by_hand_is_refused_until_it_is_told():
     ):
         linen.set_step(variables, 0)
     variables = {**variables, "nm": meta.add_axis(variables["nm"], 0, {})}
-    np.testing.assert_array_equal(the_site(variables).words.reshape(3, 2), sites.site_words(SEED, "up", (3,)))
+    np.testing.assert_array_equal(the_site(variables).words.reshape(3, 2), states.noise_words(SEED, "up", (3,)))
     variables = linen.set_step(variables, 2)
     y, _ = jax.lax.scan(lambda x, v: block.apply(v, x), x, variables)
     assert y.shape == x.shape
@@ -318,7 +318,7 @@ def test_what_init_draws_differs_in_a_stack():
     assert not np.array_equal(masks[0], masks[1])
     equal(the_site(linen.set_step(variables, 5)).state["y_w"], masks)
     again = the_site(linen.reset_state(variables)).state["y_w"]
-    for i, words in enumerate(sites.site_words(SEED, PATH, (3,))):
+    for i, words in enumerate(states.noise_words(SEED, PATH, (3,))):
         state = nm.parse(DRAWN).init(weight(variables)[i], contract=0, out=1, ctx=nm.Ctx(words))
         np.testing.assert_array_equal(again[i], state["y_w"])
 

@@ -44,7 +44,7 @@ class Net(nnx.Module):
         return self.swapped(x.reshape(*x.shape[:-1], 4, 4)) @ self.w.T
 
 
-nm.nnx.door(Net, weight="w", input=None)
+nm.nnx.register_layer(Net, weight="w", input=None)
 
 
 def inputs(count=3):
@@ -588,7 +588,7 @@ class Experts(nnx.Module):
         return self.mixed(y.reshape(-1, 2, 4)[: len(y) // 2])
 
 
-nm.nnx.door(Experts, weight="w", input=None)
+nm.nnx.register_layer(Experts, weight="w", input=None)
 
 
 def test_each_expert_has_its_own_statistics():
@@ -700,11 +700,11 @@ def test_norms_survive_the_beginning_of_a_stage(text):
     found = nm.nnx.calibrate(model, [x])
     model = nm.nnx.sparsify(model, nm.Recipe({".*": f"y_w={text}"}))
     nm.nnx.set_norms(model, found)
-    (norms,) = (v for v in jax.tree.leaves(model.nm_site.arrays(())[2]) if v.size == 8)
+    (norms,) = (v for v in jax.tree.leaves(model.nm_state.arrays(())[2]) if v.size == 8)
     assert float(jnp.max(norms)) > 2
     for step in (4, 5, 6, 7):
         nm.nnx.set_step(model, step)
-        (now,) = (v for v in jax.tree.leaves(model.nm_site.arrays(())[2]) if v.size == 8)
+        (now,) = (v for v in jax.tree.leaves(model.nm_state.arrays(())[2]) if v.size == 8)
         np.testing.assert_array_equal(now, norms)
     assert len(nm.nnx.scales(model)) == ("soft" in text)  # norms are no scale
 

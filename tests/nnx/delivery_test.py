@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 import nmjax as nm
-from nmjax.programs import sites
+from nmjax.programs import states
 from tests.delivery_test import METHODS, whole
 from tests.networks import Mlp
 
@@ -64,7 +64,7 @@ def test_an_ensemble():
         cell = Cell(nnx.Rngs(0))
         cell.linear.kernel[...] = cells.linear.kernel[...][i]
         nm.nnx.sparsify(cell, recipe("s_ste(2,4)"))
-        cell.linear.nm_site.words[...] = cells.linear.nm_site.words[...][i].reshape(2, 1)
+        cell.linear.nm_state.words[...] = cells.linear.nm_state.words[...][i].reshape(2, 1)
         nm.nnx.set_step(cell, 3)
         own = nnx.grad(lambda cell: loss_of(cell(x)))(cell)["linear"]["kernel"][...]
         np.testing.assert_array_equal(np.asarray(grads[i]), np.asarray(own))
@@ -75,9 +75,9 @@ def test_two_stacks_deep():
     make = lambda rngs: Cell(rngs)
     cells = nnx.vmap(nnx.vmap(make))(nnx.Rngs(0).split((2, 3)))
     nm.nnx.sparsify(cells, recipe("s_ste(2,4)"))
-    words = np.asarray(cells.linear.nm_site.words[...]).reshape(6, 2)
+    words = np.asarray(cells.linear.nm_state.words[...]).reshape(6, 2)
     assert len(np.unique(words, axis=0)) == 6
-    np.testing.assert_array_equal(words, sites.site_words(0, "linear", (2, 3)).reshape(6, 2))
+    np.testing.assert_array_equal(words, states.noise_words(0, "linear", (2, 3)).reshape(6, 2))
     assert nm.nnx.scales(cells)["linear"].shape == (2, 3)
     hard = nm.nnx.harden(cells)
     assert nm.groups.is_nm(hard.linear.kernel[...], 2, 4, axis=2)
@@ -109,7 +109,7 @@ def equal(a, b):
 def test_two_layers_of_one_shape_draw_apart():
     model = nnx.Dict(a=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), b=nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
     nm.nnx.sparsify(model, recipe("mvue(2,4)"))
-    assert not np.array_equal(model.a.nm_site.words[...], model.b.nm_site.words[...])
+    assert not np.array_equal(model.a.nm_state.words[...], model.b.nm_state.words[...])
     other = nm.nnx.sparsify(nnx.clone(model), recipe("mvue(2,4)"), seed=1)
     assert not equal(nnx.state(model, nm.nnx.SparsityVariable), nnx.state(other, nm.nnx.SparsityVariable))
     nm.nnx.reseed(model, 1)
@@ -222,7 +222,7 @@ def test_clones_tied_layers_and_averages():
 
 
 def test_arrays_only_where_needed():
-    """Dense layers and methods without noise add no arrays. A dense rule leaves Flax's function in the door."""
+    """Dense layers and methods without noise add no arrays. A dense rule leaves Flax's function in its place."""
     arrays = lambda text: len(jax.tree.leaves(nnx.state(two(text), nm.nnx.SparsityVariable)))
     assert [arrays(t) for t in ("dense", "ste(2,4)", "bdwp()", "sdgp(2,4,over='group')")] == [0, 0, 0, 0]
     assert [arrays(t) for t in ("mvue(2,4)", "mdgf(2,4,linear(1,0,9))", "s_ste(2,4)", "fst()")] == [4, 2, 6, 6]
@@ -245,7 +245,7 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
     nm.nnx.sparsify(model, nm.Recipe((("up", "s_ste(2,4); dx_w=mse(2,4)"),), backend="xla"))
     site = textwrap.dedent(
         """
-        SiteModule(
+        SparsityState(
           y_w=ste(soft(2,4)),
           dx_w=mse(2,4),
           dw_g=mvue(2,4),
@@ -255,13 +255,13 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
           state=float32[1, 1]
         )"""
     ).strip()
-    assert repr(model.up.nm_site) == str(model.up.nm_site) == site
-    assert f"nm_site={textwrap.indent(site, '    ').strip()}" in repr(model)
-    assert repr(nnx.merge(*nnx.split(model)).up.nm_site) == site
+    assert repr(model.up.nm_state) == str(model.up.nm_state) == site
+    assert f"nm_state={textwrap.indent(site, '    ').strip()}" in repr(model)
+    assert repr(nnx.merge(*nnx.split(model)).up.nm_state) == site
     abstract = nnx.eval_shape(lambda: nnx.clone(model))
-    assert repr(abstract.up.nm_site) == site
+    assert repr(abstract.up.nm_state) == site
     counted = jax.tree.map(lambda v: v.size, model)  # a tree of other values than arrays prints too
-    assert repr(counted.up.nm_site) == re.sub(r"(words|time)=.*,", r"\1=2,", site).replace("float32[1, 1]", "1")
+    assert repr(counted.up.nm_state) == re.sub(r"(words|time)=.*,", r"\1=2,", site).replace("float32[1, 1]", "1")
 
 
 def test_sparsified_twice_is_the_second():

@@ -46,11 +46,11 @@ def test_all_layers_that_do_not_divide_at_once():
         r'  (r"blocks/0/conv\d+", "dense"),', r'  (r"blocks/1/(conv1|shortcut)", "dense"),', r'  (r"stem", "dense"),'
     ]  # fmt: skip
     dense = said.split("put these rules first:\n")[1]
-    assert not hasattr(model.blocks[1].conv2, "nm_site")
+    assert not hasattr(model.blocks[1].conv2, "nm_state")
     fixed = nm.Recipe((*eval(f"({dense})"), (".*", "ste(2,4)")))  # the rules are Python, as printed
     nm.nnx.sparsify(model, fixed)
-    assert isinstance(model.blocks[1].conv2.nm_site, nm.nnx.SiteModule)
-    assert not hasattr(model.stem, "nm_site")
+    assert isinstance(model.blocks[1].conv2.nm_state, nm.nnx.SparsityState)
+    assert not hasattr(model.stem, "nm_state")
 
 
 def test_what_is_refused_for_many_layers_is_one_line():
@@ -63,7 +63,7 @@ def test_what_is_refused_for_many_layers_is_one_line():
         lines = str(error.value).splitlines()
         fixed = nm.Recipe((*eval("\n".join(["(", *lines[lines.index(HINT) + 1 :], ")"])), (".*", "ste(2,4)")))
         nm.nnx.sparsify(model, fixed)
-        sparse = [hasattr(layer, "nm_site") for layer in model]
+        sparse = [hasattr(layer, "nm_state") for layer in model]
         assert sparse == [size % 4 == 0 for size in sizes]
         return lines
 
@@ -329,7 +329,7 @@ def test_what_is_no_model():
                 match=f"expected an nnx.Module, got {type(wrong).__name__}. For flax.linen models use nm.linen",
             ):
                 call(wrong)
-    with pytest.raises(ValueError, match="LayerNorm has no layer with a door, so nothing would be pruned"):
+    with pytest.raises(ValueError, match="LayerNorm has no registered layer, so nothing would be pruned"):
         nm.nnx.sparsify(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), rules)
     nm.nnx.set_step(model, 1)  # dense models go through the same loop
 

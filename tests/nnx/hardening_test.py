@@ -73,7 +73,7 @@ def test_it_says_where_a_method_ends_dense():
 def test_a_held_mask_is_what_hardens():
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     nm.nnx.sparsify(model, recipe("y_w=ste(hold(mse(2,4),every=100))"))
-    mask = model.nm_site.state["y_w"][...]
+    mask = model.nm_state.state["y_w"][...]
     randomly(model)
     model.kernel[...] = model.kernel[...] * jnp.where(mask, 0.01, 1.0)  # which other ranks would drop
     np.testing.assert_array_equal(nm.nnx.harden(model).kernel[...], jnp.where(mask, model.kernel[...], 0))
@@ -85,13 +85,13 @@ def test_inside_jit_and_of_a_split_state():
     graph, state = nnx.split(model)
     hard = jax.jit(lambda state, x: nm.nnx.harden(nnx.merge(graph, state))(x))(state, x)
     np.testing.assert_array_equal(hard, nnx.jit(lambda m, x: m(x))(nm.nnx.harden(model), x))
-    assert isinstance(model.up.nm_site, nm.nnx.SiteModule)  # the model itself stays as it was
+    assert isinstance(model.up.nm_state, nm.nnx.SparsityState)  # the model itself stays as it was
 
 
 def test_activations_stay_pruned():
     model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((r"down", "activation(2,4)"),)))
     hard = nm.nnx.harden(model)
-    assert hard.down.nm_site.sparsity == nm.parse("y_x=mse(2,4)")
+    assert hard.down.nm_state.sparsity == nm.parse("y_x=mse(2,4)")
     x = jax.random.normal(jax.random.key(0), (4, 16))
     np.testing.assert_array_equal(hard(x), model(x))
     dense = nnx.clone(hard)

@@ -45,7 +45,7 @@ def exact(model):
 def sparse(model, text):
     """Make a model sparse, with scales of 1 for S-STE, so that whole numbers stay whole."""
     nm.nnx.sparsify(model, nm.Recipe(((".*", text),)), seed=3)
-    for layer in (model.up.nm_site, model.down.nm_site):
+    for layer in (model.up.nm_state, model.down.nm_state):
         for variable in layer.variables:
             if variable.dtype == jnp.float32:
                 variable.set_value(jnp.ones_like(variable[...]))
@@ -103,7 +103,7 @@ def test_a_mesh_trains_as_one_device_does(text, layout, kind):
     with jax.set_mesh(mesh):
         model = sparse(placed(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), mesh, LAYOUTS[layout]), text)
         if "hold" in text:  # a mask lies as its weight does: it is not whole on every device
-            mask = model.up.nm_site.state["y_w"]
+            mask = model.up.nm_state.state["y_w"]
             assert mask.sharding.is_equivalent_to(model.up.kernel.sharding, 2)
         result = steps(model, jax.device_put(x, NamedSharding(mesh, P("d", None))))
     check_alike(result, expected)
@@ -145,7 +145,7 @@ def test_sharding_metadata_is_the_kernels():
     with jax.set_mesh(jax.make_mesh((1, 2, 2), ("layers", "in", "out"), axis_types=(AxisType.Auto,) * 3)):
         model = make(nnx.Rngs(0).split(3))
         nm.nnx.sparsify(model, nm.Recipe(((".*", "fst()"),)))
-    specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.SparsityVariable))["nm_site"]
+    specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.SparsityVariable))["nm_state"]
     assert specs["state"]["y_w"].get_value() == P("layers", "in", "out")
     assert specs["words"].get_value() == specs["time"].get_value() == P("layers", None, None)
 

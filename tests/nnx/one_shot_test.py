@@ -24,7 +24,7 @@ class Transposed(nnx.Module):
         return x @ jnp.transpose(self.w[...], (1, 0))
 
 
-nm.nnx.door(Transposed, weight="w", input=lambda layer: (-1, layer.w.shape[-1]))
+nm.nnx.register_layer(Transposed, weight="w", input=lambda layer: (-1, layer.w.shape[-1]))
 
 
 class Stack(nnx.Module):

@@ -41,7 +41,7 @@ def test_only_a_new_phase_is_a_new_program():
     assert [a == b for a, b in zip(graphs, graphs[1:], strict=False)] == [
         step not in (4, 5, 7) for step in range(1, 9)
     ]  # fmt: skip
-    assert nm.nnx.phase(made, None).nm_site.now == nm.parse(TEXT)
+    assert nm.nnx.phase(made, None).nm_state.now == nm.parse(TEXT)
     assert nnx.split(made)[0] == nnx.split(model())[0]
 
 
@@ -79,9 +79,9 @@ def test_a_layer_that_is_left_dense_stays_dense():
     assert plan.layers[0].phases == ()
     assert plan.layers[0].sparsity == nm.Sparsity()
     fits = model(f"{text}; else dense")
-    assert nm.nnx.phase(fits, 5).nm_site.now.y_w == nm.ste(nm.mse(2, 4))
-    assert nm.nnx.phase(fits, 0).nm_site.now.slots["y_w"].core == nm.identity
-    assert nm.nnx.phase(fits, 0).nm_site.now.dw_g == nm.parse(text).dw_g
+    assert nm.nnx.phase(fits, 5).nm_state.now.y_w == nm.ste(nm.mse(2, 4))
+    assert nm.nnx.phase(fits, 0).nm_state.now.slots["y_w"].core == nm.identity
+    assert nm.nnx.phase(fits, 0).nm_state.now.dw_g == nm.parse(text).dw_g
 
 
 @pytest.mark.slow
@@ -98,8 +98,8 @@ def test_a_method_that_may_be_dense_has_all_its_phases(method, starts, slot):
     assert nm.nnx.plan(made, X).phases == nm.nnx.plan(alone, X).phases == starts
     w = made.kernel[...]
     for step in sorted({0, *starts, *(start - 1 for start in starts), starts[-1] + 50}):
-        now = nm.nnx.phase(made, step).nm_site.now
-        assert now.y_w == nm.nnx.phase(alone, step).nm_site.now.y_w
+        now = nm.nnx.phase(made, step).nm_state.now
+        assert now.y_w == nm.nnx.phase(alone, step).nm_state.now.y_w
         ctx = nm.Ctx(step=step)
         pruned = [pruner(w, axis=0, ctx=ctx) for pruner in (now.y_w, whole.y_w)]
         np.testing.assert_array_equal(*pruned)
@@ -130,7 +130,7 @@ def test_what_is_refused():
         nm.nnx.phase(model("s_ste(2,4)"), 3)
     with pytest.raises(ValueError, match="the model has no sparse layers. Call nm.nnx.sparsify first"):
         nm.nnx.phase(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), 3)
-    assert nm.nnx.phase(made, np.int64(7)).nm_site.phase == 7
+    assert nm.nnx.phase(made, np.int64(7)).nm_state.phase == 7
     with pytest.raises(ValueError, match=r"set_step\(6\), but the model is in the phase that begins at step 7"):
         nm.nnx.set_step(made, 6)
     nm.nnx.set_step(made, 100)

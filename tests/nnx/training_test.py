@@ -176,7 +176,7 @@ def test_variables_may_be_numpy_arrays():
     nnx.update(model, jax.tree.map(np.asarray, nnx.state(model)))
     nm.nnx.set_step(model, 3)
     nm.nnx.reseed(model, 1)
-    assert int(model.nm_site.time[...].reshape(-1)[0]) == 3
+    assert int(model.nm_state.time[...].reshape(-1)[0]) == 3
     np.testing.assert_array_equal(nm.nnx.harden(model).kernel[...], expected)
 
 

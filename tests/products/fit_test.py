@@ -144,7 +144,7 @@ def test_a_function_prunes_what_fits():
         sites = [some.init(params, x), one.init(params, x)]
         assert [list(s) for s in sites] == [["b"], ["b"]]
         both = zip((some, one), sites, strict=True)
-        got, wanted = (jax.grad(lambda p, f=f, s=s: (f(p, x, sites=s) ** 2).sum())(params) for f, s in both)
+        got, wanted = (jax.grad(lambda p, f=f, s=s: (f(p, x, state=s) ** 2).sum())(params) for f, s in both)
         equal(got, wanted)
         assert [layer.path for layer in some.plan(params, x).layers if layer.else_dense] == ["a"]
 

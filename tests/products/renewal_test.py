@@ -50,7 +50,7 @@ def in_transform(text, steps):
     renew = jax.jit(f.set_step)
     for step in steps:
         sites = renew({"w": jnp.asarray(weight(step))}, sites, step)
-    return np.asarray(f({"w": jnp.ones((8, 4))}, jnp.eye(8), sites=sites)) > 0
+    return np.asarray(f({"w": jnp.ones((8, 4))}, jnp.eye(8), state=sites)) > 0
 
 
 @pytest.mark.parametrize("delivered", [in_nnx, in_linen, in_transform])

@@ -12,7 +12,7 @@ from jax import lax
 import nmjax as nm
 from nmjax.models import MoE
 from nmjax.products.operations import RaggedDot
-from nmjax.programs.sites import site_key
+from nmjax.programs.states import noise_key
 
 SIZES = jnp.array([5, 0, 9, 2])
 
@@ -35,7 +35,7 @@ def by_hand(sites, text):
     def f(params, x, sizes=SIZES):
         def product(x, name):
             words, time, state = sites[name].arrays if name in sites else (None, None, None)
-            key = None if words is None else site_key(words, time[1])
+            key = None if words is None else noise_key(words, time[1])
             ctx = nm.Ctx(key, 0 if time is None else time[0], state)
             return nm.ragged_dot(x, params[name], sizes, sparsity=nm.parse(text), ctx=ctx)
 
@@ -54,7 +54,7 @@ def test_the_products_of_experts_are_pruned(text):
         sites = sparse.init(PARAMS, X)
     sites = sparse.set_step(PARAMS, sites, 3)
     loss = lambda f: jax.jit(jax.value_and_grad(lambda params, x: (f(params, x) ** 2).sum(), (0, 1)))
-    ours = loss(lambda params, x: sparse(params, x, sites=sites))(PARAMS, X)
+    ours = loss(lambda params, x: sparse(params, x, state=sites))(PARAMS, X)
     jax.tree.map(np.testing.assert_array_equal, ours, loss(by_hand(sites, text))(PARAMS, X))
     dense = loss(mixture)(PARAMS, X)
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(dense), strict=True))
@@ -66,7 +66,7 @@ def test_the_products_of_experts_are_pruned(text):
         assert bool(nm.groups.is_nm(hard[name], 2, 4, axis))
         assert int(counts[name]) == 0
         assert int(sparse.violations(PARAMS, sites)[name]) > 0
-    np.testing.assert_array_equal(jax.jit(sparse)(hard, X, sites=left), jax.jit(mixture)(hard, X))
+    np.testing.assert_array_equal(jax.jit(sparse)(hard, X, state=left), jax.jit(mixture)(hard, X))
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_through_scans_checkpoints_and_changes_of_layout():
     noisy = nm.transform(f, nm.Recipe((("t", "mvue(2,4)"),)))
     sites = noisy.init(params, X)
     assert sites["t"].words.shape == (2, 2)
-    grad = jax.jit(jax.grad(lambda params, sites: noisy(params, X, sites=sites).sum()))(params, sites)
+    grad = jax.jit(jax.grad(lambda params, sites: noisy(params, X, state=sites).sum()))(params, sites)
     assert jnp.isfinite(grad["t"]).all()
 
 
@@ -121,7 +121,7 @@ def test_other_ragged_products_stay_as_they_are():
     sparse = nm.transform(f, nm.Recipe(((".*", "ste(2,4)"),)))
     with pytest.warns(UserWarning, match="no product takes them, so they stay dense"):
         sites = sparse.init(params, x)
-    np.testing.assert_array_equal(sparse(params, x, sites=sites), f(params, x))
+    np.testing.assert_array_equal(sparse(params, x, state=sites), f(params, x))
     as_left = lambda params, x: lax.ragged_dot(params["x"], x, jnp.array([4, 4]))
     with pytest.warns(UserWarning, match="used by ragged_dot_general"):
         nm.transform(as_left, nm.Recipe(((".*", "ste(2,4)"),))).init({"x": draw(0, 8, 4)}, draw(1, 2, 4, 4))
@@ -158,8 +158,8 @@ def test_the_model_with_pruned_experts():
     sites = sparse.init(arrays, tokens)
     assert sorted(sites) == [f"blocks/{i}/moe/{name}/kernel" for i in range(2) for name in ("down", "up")]
     hard = {k: nm.prune(nm.mse(2, 4), v, axis=1) if k in sites else v for k, v in arrays.items()}
-    np.testing.assert_array_equal(jax.jit(sparse)(arrays, tokens, sites=sites), jax.jit(f)(hard, tokens))
-    grads = jax.jit(jax.grad(lambda p, s: (sparse(p, tokens, sites=s) ** 2).sum()))(arrays, sites)
+    np.testing.assert_array_equal(jax.jit(sparse)(arrays, tokens, state=sites), jax.jit(f)(hard, tokens))
+    grads = jax.jit(jax.grad(lambda p, s: (sparse(p, tokens, state=s) ** 2).sum()))(arrays, sites)
     wanted = jax.jit(jax.grad(lambda p: (f(p, tokens) ** 2).sum()))(hard)
     for path, grad in grads.items():
         if path not in sites:  # the gradient reaches what is below through experts whose dx is not pruned

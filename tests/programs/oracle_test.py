@@ -212,7 +212,7 @@ def by_transform(program, method, params, x):
                 call()
         return None
     sites = sparse.set_step(params, sparse.init(params, x, strict=True), STEP)
-    return both(lambda params, x: (sparse(params, x, sites=sites) ** 2).sum(), params, x)
+    return both(lambda params, x: (sparse(params, x, state=sites) ** 2).sum(), params, x)
 
 
 class Model(nnx.Module):

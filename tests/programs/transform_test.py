@@ -259,15 +259,15 @@ def test_a_stack_that_is_also_used_whole():
     nm.transform(f, every("ste(2,4)"), mask_per_product=True).init(params, x)
 
 
-def test_sites_of_other_parameters_are_refused():
+def test_the_state_of_other_parameters_is_refused():
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
     sparse = nm.transform(MATMUL, every("ste(2,4)"))
     sites = sparse.init(params, x)
     other = {"params": params}
     calls = [lambda: sparse.harden(other, sites), lambda: sparse.set_step(other, sites, 1)]
-    calls += [lambda: sparse.violations(other, sites), lambda: sparse(other, x, sites=sites)]
+    calls += [lambda: sparse.violations(other, sites), lambda: sparse(other, x, state=sites)]
     for call in calls:
-        with pytest.raises(ValueError, match="params has no parameter 'w', but there are sites for it"):
+        with pytest.raises(ValueError, match="the state is of 'w', which params does not have"):
             call()
 
 
@@ -312,7 +312,7 @@ def test_sites_can_be_donated_after_a_step_is_set():
     sparse = nm.transform(lambda p, x: x @ p["a"] @ p["b"], every("ste(2,4); dw_g=mvue(2,4)"))
     x = draw(2, 8, 16)
     sites = sparse.set_step(params, sparse.init(params, x), 3)
-    step = jax.jit(lambda sites, p, x: (sites, sparse(p, x, sites=sites).sum()), donate_argnums=0)
+    step = jax.jit(lambda sites, p, x: (sites, sparse(p, x, state=sites).sum()), donate_argnums=0)
     assert jnp.isfinite(step(sites, params, x)[1])
 
 
@@ -350,7 +350,7 @@ def test_only_the_branch_of_the_platform_is_compiled():
         (lambda: nm.transform(max, every("ste(2,4)"), seed=2**64), ValueError, "an int seed must fit 64 bits"),
         (
             lambda: nm.transform(MATMUL, every("mvue(2,4)"))({"w": jnp.ones((8, 8))}, jnp.ones((8, 8))),
-            ValueError, r"^w: .* reads what init returns: write sites = f.init\(params, ...\)",
+            ValueError, r"^w: .* reads what init returns: write state = f.init\(params, ...\)",
         ),
         (
             lambda: nm.transform(MATMUL, every("ste(2,4)")).init({"w": jnp.ones((6, 8))}, jnp.ones((8, 6))),
@@ -452,9 +452,9 @@ def test_a_call_that_takes_the_parameter_along_another_axis_than_init():
     for text in ("ste(2,4)", "s_ste(2,4)"):
         sparse = nm.transform(f, every(text))
         sites = sparse.init(params, x, back=False)
-        sparse(params, x, back=False, sites=sites)
+        sparse(params, x, back=False, state=sites)
         with pytest.raises(ValueError, match="^w: products contract different axes of this parameter"):
-            sparse(params, x, back=True, sites=sites)
+            sparse(params, x, back=True, state=sites)
 
 
 # ---- derivatives inside the function ----
@@ -572,7 +572,7 @@ def test_the_gradient_of_a_transformed_energy(text):
     left = lambda name, factor: jnp.where(masks[name], 1, factor)
     hard = {name: w * left(name, value) for name, w in params.items()}
     loss = lambda force: lambda p: ((force(p, x) - target) ** 2).mean()
-    ours, by_hand = jax.grad(lambda p, x: sparse(p, x, sites=sites), 1), jax.grad(energy, 1)
+    ours, by_hand = jax.grad(lambda p, x: sparse(p, x, state=sites), 1), jax.grad(energy, 1)
     np.testing.assert_allclose(ours(params, x), by_hand(hard, x), rtol=0, atol=1e-5)
     found = jax.jit(jax.value_and_grad(loss(ours)))(params)
     wanted, grads = jax.value_and_grad(loss(by_hand))(hard)
@@ -587,7 +587,7 @@ def test_a_loss_on_the_gradient_of_an_energy_needs_empty_backward_slots(text):
     params, x = {"a": draw(0, 16, 8), "b": draw(1, 8, 4)}, draw(2, 8, 16)
     sparse = nm.transform(energy, every(text))
     sites = sparse.set_step(params, sparse.init(params, x), 5)
-    force = lambda p: jax.grad(lambda x: sparse(p, x, sites=sites))(x)
+    force = lambda p: jax.grad(lambda x: sparse(p, x, state=sites))(x)
     assert jnp.isfinite(force(params)).all()
     with pytest.raises(TypeError, match="has no derivative beyond the gradient of its layer"):
         jax.grad(lambda p: (force(p) ** 2).sum())(params)
@@ -668,7 +668,7 @@ def test_a_plan_refuses_what_init_refuses_and_tells_what_init_warns_of():
     recipe = nm.Recipe((("w", "ste(2,4)"), ("used", "dense")))
     plan = nm.transform(f, recipe).plan(params, x)
     assert (plan.missed, plan.refused) == (("w",), ())
-    assert "Parameters that a rule matches and no door reaches, so they stay dense: w 16x16" in repr(plan)
+    assert "Parameters that a rule matches and no registered layer has, so they stay dense: w 16x16" in plan._notes()
     with pytest.warns(UserWarning, match="no product takes them"):
         assert nm.transform(f, recipe).init(params, x) == {}
     plan = nm.transform(f, nm.Recipe((("v", "ste(2,4)"), (".*", "dense")))).plan(params, x)

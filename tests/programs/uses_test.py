@@ -95,11 +95,11 @@ class Head(Table):
         return self.embed.attend(x)
 
 
-def test_a_tied_table_with_a_declared_door_is_refused(monkeypatch):
-    from nmjax.nnx import doors
+def test_a_tied_table_of_a_registered_layer_is_refused(monkeypatch):
+    from nmjax.nnx import registry
 
-    monkeypatch.setattr(doors, "DECLARED", dict(doors.DECLARED))
-    nm.nnx.door(nnx.Embed, weight="embedding", method="attend", input=lambda layer: (-1, 8))
+    monkeypatch.setattr(registry, "REGISTERED", dict(registry.REGISTERED))
+    nm.nnx.register_layer(nnx.Embed, weight="embedding", method="attend", input=lambda layer: (-1, 8))
     tokens = jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match="embed: gather takes embedding of shape"):
         nm.nnx.sparsify(Table(nnx.Rngs(0)), RECIPE, tokens)

@@ -144,7 +144,7 @@ def test_pruners_in_a_tuple_are_parts():
     with pytest.raises(ValueError, match="pass a key"):
         nm.prune(p, jnp.ones(8))
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": nm.Sparsity(dw_g=p)}))
-    assert model.nm_site.words is not None
+    assert model.nm_state.words is not None
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_a_model_is_refused_before_anything_is_changed():
         with pytest.raises(ValueError, match=f"apply to no layer:\n  '{last}'.*\n.*\n  blocks/mlp/"):
             nm.nnx.sparsify(model, nm.Recipe((("blocks/.*", "mvue(2,4)"), (last, "ste(2,4)"))))
     assert nnx.graphdef(model) == graph
-    with pytest.warns(UserWarning, match=r"no door reaches(.*\n)*  positions \(16, 32\), of GPT"):
+    with pytest.warns(UserWarning, match=r"no registered layer has(.*\n)*  positions \(16, 32\), of GPT"):
         nm.nnx.sparsify(model, nm.Recipe((("blocks/.*|head", "mvue(2,4)"), (".*", "ste(2,4)"))))
 
 

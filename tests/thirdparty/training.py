@@ -21,7 +21,7 @@ def goes_sparse(make, call, method="s_ste(2,4)", inputs=(), options=None, stays_
       method: The method of all layers.
       inputs: Examples of the inputs, if `sparsify` needs them.
       options: Keyword arguments of the call, likewise.
-      stays_dense: The paths of the parameters that no door reaches.
+      stays_dense: The paths of the parameters that no registered layer has.
     """
     recipe, model, options = nm.Recipe({".*": method}), make(), options or {}
     plan = nm.nnx.plan(model, recipe, *inputs, **options)
@@ -30,7 +30,7 @@ def goes_sparse(make, call, method="s_ste(2,4)", inputs=(), options=None, stays_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         nm.nnx.sparsify(model, recipe, *inputs, seed=1, **options)
-    said = [str(one.message) for one in caught if "no door reaches" in str(one.message)]
+    said = [str(one.message) for one in caught if "no registered layer has" in str(one.message)]
     assert len(said) == bool(stays_dense)
     matrices = {p for p, v in flat(model).items() if sum(n > 1 for n in v.shape) > 1 and p.split("/")[-1] != "bias"}
     assert matrices == set(nm.nnx.patterns(model)) | set(stays_dense)

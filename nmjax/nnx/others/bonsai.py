@@ -3,8 +3,8 @@
 Their calls take more than one array, or a sharding. So `sparsify` needs examples of the model's inputs.
 """
 
-from nmjax.nnx.doors import door
+from nmjax.nnx.registry import register_layer
 
-door("bonsai.models.llada.modeling:ShardedLinear", weight="kernel")
-door("bonsai.models.qwen3_vl.modeling:ShardedLinear", weight="kernel")
-door("bonsai.models.gemma3.modeling:Gemma3MultiModalProjector", weight="mm_input_projection_weight")
+register_layer("bonsai.models.llada.modeling:ShardedLinear", weight="kernel")
+register_layer("bonsai.models.qwen3_vl.modeling:ShardedLinear", weight="kernel")
+register_layer("bonsai.models.gemma3.modeling:Gemma3MultiModalProjector", weight="mm_input_projection_weight")

@@ -1,12 +1,12 @@
 """MaxText: its `DenseGeneral`, and the `Einsum` of its vision models. Tried on maxtext 0.2.5."""
 
-from nmjax.nnx.doors import door
+from nmjax.nnx.registry import register_layer
 
 # It contracts the last axes of its input.
-door(
+register_layer(
     "maxtext.layers.linears:DenseGeneral",
     weight="kernel",
     input=lambda layer: (1, -1, *layer.in_features_shape),
 )
 # The call says which product it is.
-door("maxtext.models.gemma3:Einsum", weight="w")
+register_layer("maxtext.models.gemma3:Einsum", weight="w")

@@ -5,7 +5,7 @@ Its embedding is a table of rows, and also the head where the two are tied: such
 
 from typing import Any
 
-from nmjax.nnx.doors import door
+from nmjax.nnx.registry import register_layer
 
 MODELS = ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
 
@@ -19,4 +19,4 @@ def _input(layer: Any) -> tuple[int, ...]:
 
 
 for _model in MODELS:
-    door(f"tunix.models.{_model}.model:Einsum", weight="w", input=_input)
+    register_layer(f"tunix.models.{_model}.model:Einsum", weight="w", input=_input)

@@ -9,7 +9,7 @@ import nmjax as nm
 from nmjax.core import random
 from nmjax.products.fit import slot_refusals
 from nmjax.products.operations import Dot, as_conv, as_dot
-from nmjax.programs import sites
+from nmjax.programs import states
 
 SAID = {  # pattern, depends on the step, needs a key, has state
     "identity": (None, False, False, False),
@@ -39,7 +39,7 @@ def test_what_a_pruner_says_of_itself(text):
     assert (
         p.facts.pattern,
         p.facts.depends_on_step,
-        sites.needs_key(nm.Sparsity(**{slot: p})),
+        states.needs_key(nm.Sparsity(**{slot: p})),
         p.facts.has_state,
     ) == SAID[text]
 
@@ -58,20 +58,20 @@ def test_a_pattern_holds(text):
 
 def test_words_of_a_layer():
     """One pair for every seed, path and place; the place is folded in, axis by axis."""
-    some = [sites.site_words(seed, path) for seed in (0, 1) for path in ("", "a", "b", "a/b", "layers/1", "layers/11")]
+    some = [states.noise_words(seed, path) for seed in (0, 1) for path in ("", "a", "b", "a/b", "b/1", "b/11")]
     assert len({tuple(np.asarray(w)) for w in some}) == len(some)
-    stacked = np.asarray(sites.site_words(3, "a/b", (2, 5)))
+    stacked = np.asarray(states.noise_words(3, "a/b", (2, 5)))
     assert stacked.shape == (2, 5, 2)
     for i in range(2):
         for j in range(5):
-            np.testing.assert_array_equal(stacked[i, j], random.fold(random.fold(sites.site_words(3, "a/b"), i), j))
+            np.testing.assert_array_equal(stacked[i, j], random.fold(random.fold(states.noise_words(3, "a/b"), i), j))
     assert len(np.unique(stacked.reshape(-1, 2), axis=0)) == 10
 
 
 def test_words_do_not_change_between_versions():
     """A checkpoint's noise goes on after an upgrade."""
-    assert sites.site_words(0, "blocks/0/mlp/up").tolist() == GOLDEN
-    assert sites.site_words(jax.random.key(0), "blocks/0/mlp/up").tolist() == GOLDEN
+    assert states.noise_words(0, "blocks/0/mlp/up").tolist() == GOLDEN
+    assert states.noise_words(jax.random.key(0), "blocks/0/mlp/up").tolist() == GOLDEN
 
 
 GOLDEN = [2258516257, 2460437209]

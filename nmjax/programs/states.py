@@ -1,6 +1,6 @@
-"""A site: what a sparse weight keeps beside its values, and its verbs, in whatever framework it lies.
+"""What a sparse weight keeps beside its values, and its methods, in whatever framework it lies.
 
-Products are computed in `nmjax.products.rule`; they only read a site's `context`.
+Products are computed in `nmjax.products.rule`; they only read its `context`.
 """
 
 import warnings
@@ -35,7 +35,7 @@ the pruner of x is not final, see `inputs_unfinished`."""
 
 
 class Origin(NamedTuple):
-    """The weight that a site is for.
+    """The weight that a state is for.
 
     Attributes:
       parameter: The path of its layer, or its own path, and the steps from the weight to the operand of its product.
@@ -64,10 +64,10 @@ class Origin(NamedTuple):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["words", "time", "state"], meta_fields=["origin"])
 @dataclass(frozen=True)
-class Site:
+class WeightState:
     """The arrays that a method keeps for a weight, or for a stack. Each is None if the method does without it.
 
-    The axes that stack weights are the first axes of all arrays, and of every ``value`` that a verb takes.
+    The axes that stack weights are the first axes of all arrays, and of every ``value`` that a method takes.
 
     Attributes:
       origin: The weight.
@@ -82,16 +82,16 @@ class Site:
     state: Any = None
 
     @classmethod
-    def new(cls, origin: Origin, value: Any, seed: Any) -> "Site":
-        """Return the site of a weight at step 0, without state. `renewed` makes it.
+    def new(cls, origin: Origin, value: Any, seed: Any) -> "WeightState":
+        """Return the state of a weight at step 0, without what its slots keep. `renewed` computes that.
 
         Args:
           origin: What it is for.
           value: The weight, or its shape.
-          seed: The seed of its noise, as in `site_words`.
+          seed: The seed of its noise, as in `noise_words`.
         """
         sparsity, stack = origin.sparsity, origin.parameter.stack(np.shape(value))
-        words = site_words(seed, origin.parameter.path, stack) if needs_key(sparsity) else None
+        words = noise_words(seed, origin.parameter.path, stack) if needs_key(sparsity) else None
         time = jnp.zeros((*stack, 2), jnp.int32) if needs_arrays(sparsity) else None
         return cls(origin, words, time)
 
@@ -107,13 +107,13 @@ class Site:
 
     # ---- time and state ----
 
-    def at(self, value: Any, now: jax.Array, since: Any = None) -> "Site":
-        """Return the site at a step. State that is due is computed from the weight.
+    def at(self, value: Any, now: jax.Array, since: Any = None) -> "WeightState":
+        """Return the state at a step. What is due of it is computed from the weight.
 
         Args:
           value: The weight. It is not read if there is no state.
           now: The step and the micro-step, as `moment` returns them.
-          since: The step of the last call; None if the site's own time says it.
+          since: The step of the last call; None if its own time says it.
         """
         if self.time is None:
             return self
@@ -123,15 +123,15 @@ class Site:
             state = _states(value, self.words, state, now[0], since, origin=self.origin.unnamed)
         return replace(self, time=jnp.array(jnp.broadcast_to(now, self.time.shape)), state=state)  # a buffer of its own
 
-    def renewed(self, value: Any) -> "Site":
-        """Return the site with new state, computed from the weight."""
+    def renewed(self, value: Any) -> "WeightState":
+        """Return the state with what the slots keep computed from the weight."""
         if not has_state(self.origin.sparsity):
             return self
         state = _states(value, self.words, None, self.step, None, origin=self.origin.unnamed)
         return replace(self, state=state)
 
-    def at_micro(self, micro: jax.Array) -> "Site":
-        """Return the site at another micro-step. No state is due."""
+    def at_micro(self, micro: jax.Array) -> "WeightState":
+        """Return the state at another micro-step. Nothing is due."""
         if self.time is None:
             return self
         step = self.time[..., :1]
@@ -200,12 +200,12 @@ class Site:
             )
         return final
 
-    def hardened(self, value: Any) -> "tuple[Any, Site]":
-        """Return the weight in its final form, as inference uses it, and its site after that."""
+    def hardened(self, value: Any) -> "tuple[Any, WeightState]":
+        """Return the weight in its final form, as inference uses it, and its state after that."""
         p, rest = self.form(value)
         if p != identity:
             value = _final(value, self.state, origin=self.origin.unnamed)
-        return value, Site(self.origin._replace(sparsity=rest))
+        return value, WeightState(self.origin._replace(sparsity=rest))
 
     def pattern(self, value: Any) -> Pattern | None:
         """Return the pattern of the hardened weight along its own axes; None if it ends dense.
@@ -244,7 +244,7 @@ class Site:
 def context(words: Any, time: Any, state: Any) -> Ctx:
     """Return the context of a product, given the words, time and state of one weight."""
     step, micro = (0, 0) if time is None else time
-    return Ctx(None if words is None else site_key(words, micro), step, state)
+    return Ctx(None if words is None else noise_key(words, micro), step, state)
 
 
 # Compiled, so that divisions round as in a compiled program.
@@ -268,16 +268,16 @@ def _final(value: jax.Array, state: Any, *, origin: Origin) -> jax.Array:
 
 
 def gradient_errors(
-    gradients: Callable[[Callable[[Site], Site]], dict[str, jax.Array]], draws: int
+    gradients: Callable[[Callable[[WeightState], WeightState]], dict[str, jax.Array]], draws: int
 ) -> dict[str, Error]:
     """Return the error of the gradients of weights, by their paths.
 
     Args:
-      gradients: A function that returns the gradients, given what to do with every site.
+      gradients: A function that returns the gradients, given what to do with every state.
       draws: The number of draws. Each is a micro-step of its own.
     """
 
-    def forward_only(site: Site) -> Site:
+    def forward_only(site: WeightState) -> WeightState:
         whole = site.origin.sparsity
         only = whole.only(y_x=whole.y_x, y_w=whole.y_w)
         return replace(site, origin=site.origin._replace(sparsity=only))
@@ -324,7 +324,7 @@ def stored_axes(axes: Iterable[int], stack: tuple[int, ...], rank: int) -> tuple
 # ---- noise and time ----
 
 
-def site_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
+def noise_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
     """Return the words from which a layer draws its noise.
 
     Args:
@@ -342,7 +342,7 @@ def site_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
     return words
 
 
-def site_key(words: jax.Array, micro: Any) -> jax.Array:
+def noise_key(words: jax.Array, micro: Any) -> jax.Array:
     """Return the key of a micro-step. Products fold in the step and the slot."""
     return random.fold(words, micro)
 
@@ -458,7 +458,7 @@ def warn_unfinished(found: Iterable[Unfinished], stacklevel: int) -> None:
     """Warn of weights that are hardened before their schedule has ended.
 
     Args:
-      found: What `Site.unfinished` returned for each.
+      found: What `WeightState.unfinished` returned for each.
       stacklevel: As in `warnings.warn`.
     """
     found = list(found)

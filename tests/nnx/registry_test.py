@@ -1,4 +1,4 @@
-"""Declared doors: layers of other classes, against Flax's own layers with the same numbers."""
+"""Registered layers of other classes, against Flax's own layers with the same numbers."""
 
 import copy
 import itertools
@@ -17,8 +17,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import nmjax as nm
-from nmjax.nnx import doors
-from nmjax.programs import sites
+from nmjax.nnx import registry
+from nmjax.programs import states
 from tests.delivery_test import whole
 from tests.nnx.delivery_test import exact, recipe
 
@@ -78,11 +78,11 @@ class OfCall(nnx.Module):
         return jnp.einsum(spec, x, self.w[...])
 
 
-nm.nnx.door(ByEinsum, weight="w", input=lambda layer: (-1, *layer.shape[: layer.w.ndim - 1]))
-nm.nnx.door(ByMatmul, weight="w", input=lambda layer: (1, -1, layer.w.shape[0]))
-nm.nnx.door("tests.nnx.doors_test:Transposed", weight="w", input=lambda layer: (-1, layer.w.shape[-1]))
-nm.nnx.door(Gated, weight=("gate", "up", "down"), input=lambda layer: (-1, layer.down.shape[-1]))
-nm.nnx.door(OfCall, weight="w")
+nm.nnx.register_layer(ByEinsum, weight="w", input=lambda layer: (-1, *layer.shape[: layer.w.ndim - 1]))
+nm.nnx.register_layer(ByMatmul, weight="w", input=lambda layer: (1, -1, layer.w.shape[0]))
+nm.nnx.register_layer("tests.nnx.registry_test:Transposed", weight="w", input=lambda layer: (-1, layer.w.shape[-1]))
+nm.nnx.register_layer(Gated, weight=("gate", "up", "down"), input=lambda layer: (-1, layer.down.shape[-1]))
+nm.nnx.register_layer(OfCall, weight="w")
 
 
 def test_the_class_comes_back():
@@ -91,10 +91,10 @@ def test_the_class_comes_back():
     nm.nnx.sparsify(layer, recipe("ste(2,4)"))
     assert isinstance(layer, Transposed)
     assert type(layer) is not Transposed
-    assert isinstance(layer.nm_site, nm.nnx.SiteModule)
+    assert isinstance(layer.nm_state, nm.nnx.SparsityState)
     hard = nm.nnx.harden(layer)
     assert type(hard) is Transposed
-    assert "nm_site" not in vars(hard)
+    assert "nm_state" not in vars(hard)
     fresh, x = Transposed(16, 8, rngs=nnx.Rngs(1)), whole(1, 8, 16)
     nnx.update(fresh, nnx.state(hard, nnx.Param))
     np.testing.assert_array_equal(fresh(x), hard(x))
@@ -129,7 +129,7 @@ def test_a_layer_of_several_weights():
     assert [path for path, pattern in nm.nnx.patterns(model).items() if pattern] == ["down"]
     assert set(nm.nnx.scales(model)) == {"down"}
     w = {name: getattr(model, name)[...] for name in ("gate", "up", "down")}
-    sites = {name: vars(model)[f"nm_site_{name}"] for name in ("gate", "down")}
+    sites = {name: vars(model)[f"nm_state_{name}"] for name in ("gate", "down")}
 
     def by_hand(w, x):
         gate = nm.einsum("ti,io->to", x, w["gate"], sparsity=sites["gate"].sparsity, ctx=sites["gate"].ctx())
@@ -147,7 +147,7 @@ def test_a_layer_of_several_weights():
     hard = nm.nnx.harden(model)
     assert (str(hard.hardened_down), hard.hardened_gate) == ("2:4 along axis 0", None)
     assert type(hard) is Gated
-    assert not any(name.startswith("nm_site") for name in vars(hard))
+    assert not any(name.startswith("nm_state") for name in vars(hard))
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_stack_that_looks_like_one_layer():
         def __call__(self, x):
             return jnp.matmul(x, self.w[...])
 
-    nm.nnx.door(Wide, weight="w", input=lambda layer: (-1, layer.features))
+    nm.nnx.register_layer(Wide, weight="w", input=lambda layer: (-1, layer.features))
     make = lambda: nnx.vmap(Wide, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
     axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.SparsityVariable: 0, ...: None})
     run = lambda model, x: nnx.vmap(lambda model, x: model(x), in_axes=(axes, None))(model, x)
@@ -291,16 +291,16 @@ class Counted(nnx.Module):
 
 @pytest.mark.parametrize("make", [partial(nnx.Linear, 16, 12), Counted])
 def test_layers_that_are_alike_are_traced_and_compiled_once(make):
-    nm.nnx.door(Counted, weight="w", input=lambda layer: (-1, 16))
+    nm.nnx.register_layer(Counted, weight="w", input=lambda layer: (-1, 16))
     model = nnx.List([make(rngs=nnx.Rngs(i)) for i in range(5)])
     Counted.traces.clear()
-    sites._states.clear_cache()
-    sites._final.clear_cache()
+    states._states.clear_cache()
+    states._final.clear_cache()
     nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
-    assert sites._states._cache_size() == 1
+    assert states._states._cache_size() == 1
     assert Counted.traces == ([(1, 16), (4, 16)] if make is Counted else [])
     nm.nnx.harden(model)
-    assert sites._final._cache_size() == 1
+    assert states._final._cache_size() == 1
 
 
 def test_an_abstract_model():
@@ -312,7 +312,7 @@ def test_an_abstract_model():
     assert (plan.forward, plan.refused, plan.uncovered) == ((1024, 512.0), (), ())
 
 
-# ---- what no door reaches ----
+# ---- what no registered layer has ----
 
 
 class Mixed(nnx.Module):
@@ -326,23 +326,23 @@ class Mixed(nnx.Module):
 
 
 class Inner(nnx.Module):
-    """A module with a matrix of its own, which has no door."""
+    """A module with a matrix of its own, which is not registered."""
 
     def __init__(self, rngs):
         self.matrix = nnx.Param(jnp.ones((16, 4)))
         self.token = nnx.Param(jnp.ones((1, 1, 16)))
 
 
-SAID = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
+SAID = """Rules of the recipe match these parameters, but no registered layer has them, so they stay dense:
   blocks/0-2/matrix (16, 4), of Inner
   table/embedding (32, 16), of Embed
-If a layer multiplies by such a parameter, declare its door: nm.nnx.door(Inner, weight="matrix"). A parameter that is \
-used elsewhere too, as the table of a tied head is, stays dense.
+If a layer multiplies by such a parameter, register it: nm.nnx.register_layer(Inner, weight="matrix"). A parameter \
+that is used elsewhere too, as the table of a tied head is, stays dense.
 If they are to stay dense, write rules that come before the others: \
 (r"blocks/\\d+/matrix", "dense"), (r"table/embedding", "dense")."""
 
 
-def test_what_no_door_reaches_is_said():
+def test_what_no_registered_layer_has_is_said():
     model, x = Mixed(nnx.Rngs(0)), whole(0, 8, 16)
     with pytest.raises(ValueError) as error:
         nm.nnx.sparsify(model, recipe("ste(2,4)"), strict=True)
@@ -351,10 +351,10 @@ def test_what_no_door_reaches_is_said():
     plan = nm.nnx.plan(model, recipe("ste(2,4)"), x)
     assert plan.missed == ("blocks/0/matrix", "blocks/1/matrix", "blocks/2/matrix", "table/embedding")
     assert (
-        "Parameters that a rule matches and no door reaches, so they stay dense: blocks/0-2/matrix 16x4, "
+        "Parameters that a rule matches and no registered layer has, so they stay dense: blocks/0-2/matrix 16x4, "
         "table/embedding 32x16 288 parameters"
     ) in re.sub(r"[\d,]+ parameters", "288 parameters", " ".join(str(plan).split()))
-    with pytest.warns(UserWarning, match="no door reaches them") as caught:
+    with pytest.warns(UserWarning, match="no registered layer has them") as caught:
         nm.nnx.sparsify(model, recipe("ste(2,4)"))
     assert [str(one.message) for one in caught] == [SAID]
     assert caught[0].filename == __file__
@@ -375,7 +375,7 @@ NUMBERS = itertools.count()
 
 
 def fresh(call=ByMatmul.__call__, shape=(16, 8)):
-    """Return a new class, which has no door. So other tests' doors are left alone."""
+    """Return a new class, which is not registered. So the classes of other tests are left alone."""
 
     def init(self):
         self.w, self.b = nnx.Param(jnp.ones(shape)), nnx.Param(jnp.zeros(8))
@@ -384,22 +384,22 @@ def fresh(call=ByMatmul.__call__, shape=(16, 8)):
     return type("Fresh", (nnx.Module,), members)
 
 
-def declared(*doors, call=ByMatmul.__call__, shape=(16, 8)):
-    """Declare doors of a new class, and make a layer of it sparse."""
+def registered(*types, call=ByMatmul.__call__, shape=(16, 8)):
+    """Register a new class, and make a layer of it sparse."""
     kind = fresh(call, shape)
-    for door in doors:
-        nm.nnx.door(kind, **{"weight": "w", "input": lambda layer: (1, 16)} | door)
+    for one in types:
+        nm.nnx.register_layer(kind, **{"weight": "w", "input": lambda layer: (1, 16)} | one)
     return nm.nnx.sparsify(kind(), recipe("ste(2,4)"))
 
 
 def by_name():
     kind = fresh()
     name = f"{kind.__module__}:{kind.__qualname__}"
-    nm.nnx.door(name, weight="w", method="project")
+    nm.nnx.register_layer(name, weight="w", method="project")
     try:
         nm.nnx.sparsify(kind(), recipe("ste(2,4)"))
     finally:
-        doors.DECLARED.pop(name)
+        registry.REGISTERED.pop(name)
 
 
 class Registered(nnx.Module):
@@ -413,57 +413,61 @@ class Registered(nnx.Module):
 NAMED = "weight is an attribute's name, or a tuple of names, got"
 REFUSED = {
     "no such parameter": (
-        lambda: declared({"weight": "kernel"}),
-        r"^the model: nm.nnx.door\(Fresh, weight='kernel'\) names a parameter that the layer does not have. It has "
-        r"w \(16, 8\), b \(8,\).$",
+        lambda: registered({"weight": "kernel"}),
+        r"^the model: nm.nnx.register_layer\(Fresh, weight='kernel'\) names a parameter that the layer does not have. "
+        r"It has w \(16, 8\), b \(8,\).$",
     ),
-    "two doors for one parameter": (
-        lambda: declared({}, {"input": lambda layer: (2, 16)}, {"weight": ("b", "w"), "method": "__init__"}),
-        r"^nm.nnx.door\(Fresh, weight='w', method='__init__'\): this parameter has a door already, by "
-        r"method='__call__'. A parameter has one door.$",
+    "one weight twice": (
+        lambda: registered({}, {"input": lambda layer: (2, 16)}, {"weight": ("b", "w"), "method": "__init__"}),
+        r"^nm.nnx.register_layer\(Fresh, weight='w', method='__init__'\): this weight is registered already, with "
+        r"method='__call__'. A weight has one method.$",
     ),
-    "two doors of one weight each": (
-        lambda: declared({}, {"weight": "b"}), r"rules could not tell the two weights apart.*weight=\(\"w\", \"b\"\)",
+    "two single weights": (
+        lambda: registered({}, {"weight": "b"}), r"rules could not tell the two weights apart.*weight=\(\"w\", \"b\"\)",
     ),
     "an input that does not fit": (
-        lambda: declared({"input": lambda layer: (1, 12)}),
-        r"\(the model\): nm.nnx.door\(Fresh, weight='w'\): __call__ cannot take an input of shape \(1, 12\), as the "
-        r"door gives it, with w of shape \(16, 8\): ",
+        lambda: registered({"input": lambda layer: (1, 12)}),
+        r"\(the model\): nm.nnx.register_layer\(Fresh, weight='w'\): __call__ cannot take an input of shape \(1, 12\), "
+        r"as registered, with w of shape \(16, 8\): ",
     ),
     "not multiplied": (
-        lambda: declared({"weight": ("b", "w")}), r"the method multiplies no input by it.*(\n.*)*b of shape \(8,\)|"
+        lambda: registered({"weight": ("b", "w")}), r"the method multiplies no input by it.*(\n.*)*b of shape \(8,\)|"
         r"b of shape \(8,\).*(\n.*)*the method multiplies no input by it",
     ),
     "used otherwise": (
-        lambda: declared({}, call=lambda self, x: x @ self.w + (self.w[...] ** 2).sum()),
+        lambda: registered({}, call=lambda self, x: x @ self.w + (self.w[...] ** 2).sum()),
         "the method uses it in other operations too",
     ),
     "two layouts": (
-        lambda: declared({}, call=lambda self, x: x @ self.w + x @ self.w.T, shape=(16, 16)),
+        lambda: registered({}, call=lambda self, x: x @ self.w + x @ self.w.T, shape=(16, 16)),
         "products take w of shape .16, 16. along different axes",
     ),
     "mixed axes": (
-        lambda: declared({}, call=lambda self, x: x @ self.w.reshape(16, 8), shape=(4, 4, 8)),
+        lambda: registered({}, call=lambda self, x: x @ self.w.reshape(16, 8), shape=(4, 4, 8)),
         r"in another shape, \(16, 8\), which mixes axes of \(4, 4, 8\)",
     ),
-    "a class of linen": (lambda: nm.nnx.door(nn.Dense, weight="kernel"), "For classes of flax.linen use nm.linen.door"),
-    "a class of Flax": (lambda: nm.nnx.door(nnx.Linear, weight="kernel"), "this class has a door already"),
-    "no such method": (lambda: declared({"method": "encode"}), "the class has no such method"),
+    "a class of linen": (
+        lambda: nm.nnx.register_layer(nn.Dense, weight="kernel"),
+        "For classes of flax.linen use nm.linen.register_layer",
+    ),
+    "a class of Flax": (lambda: nm.nnx.register_layer(nnx.Linear, weight="kernel"), "this class is registered already"),
+    "no such method": (lambda: registered({"method": "encode"}), "the class has no such method"),
     "no such method, by name": (by_name, r"method='project'\): the class has no such method"),
     "no class": (
-        lambda: nm.nnx.door("ByMatmul", weight="w"), "takes a class or a text 'package.module:Class', got 'ByMatmul'",
+        lambda: nm.nnx.register_layer("ByMatmul", weight="w"),
+        "takes a class or a text 'package.module:Class', got 'ByMatmul'",
     ),
     "a class that refuses a subclass": (
-        lambda: nm.nnx.door(Registered, weight="w"),
+        lambda: nm.nnx.register_layer(Registered, weight="w"),
         "Registered.: a sparse layer is of a subclass, and the class refuses one: .*key",
     ),
-    "no weight": (lambda: declared({"weight": ()}), rf"{NAMED} \(\)"),
-    "a number": (lambda: declared({"weight": 3}), f"{NAMED} 3"),
-    "a shape": (lambda: declared({"input": (-1, 8)}), r"Write input=lambda layer: \(-1, 8\)"),
+    "no weight": (lambda: registered({"weight": ()}), rf"{NAMED} \(\)"),
+    "a number": (lambda: registered({"weight": 3}), f"{NAMED} 3"),
+    "a shape": (lambda: registered({"input": (-1, 8)}), r"Write input=lambda layer: \(-1, 8\)"),
     **{
         f"no shape {number}": (
-            lambda given=given: declared({"input": given}),
-            r"the input of its door does not return a shape, such as \(-1, 8\)",
+            lambda given=given: registered({"input": given}),
+            r"the registered input does not return a shape, such as \(-1, 8\)",
         )
         for number, given in enumerate((lambda layer: None, lambda layer: layer.nothing, lambda layer: ("a",)))
     },
@@ -471,7 +475,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_door_refuses(case):
+def test_what_register_layer_refuses(case):
     call, said = REFUSED[case]
     with pytest.raises((TypeError, ValueError), match=said) as error:
         call()
@@ -489,11 +493,11 @@ def test_a_method_that_differentiates_its_own_product():
             return x @ jax.grad(lambda w: jnp.tanh(x @ w).sum())(self.w[...])
 
     said = "the model.*: a product with this parameter, of shape .16, 8., is part of a derivative"
-    nm.nnx.door(Fast, weight="w")
+    nm.nnx.register_layer(Fast, weight="w")
     model = nm.nnx.sparsify(Fast(), recipe("dw_g=mse(2,4)"))  # nothing was traced
     with pytest.raises(ValueError, match=said):
         model(whole(1, 8, 16))
-    nm.nnx.door(Fast, weight="w", input=lambda layer: (8, 16))
+    nm.nnx.register_layer(Fast, weight="w", input=lambda layer: (8, 16))
     with pytest.raises(ValueError, match=said):
         nm.nnx.sparsify(Fast(), recipe("dw_g=mse(2,4)"))
     plan = nm.nnx.plan(Fast(), recipe("ste(2,4)"), whole(1, 8, 16))
@@ -505,7 +509,7 @@ def test_a_method_that_differentiates_its_own_product():
     np.testing.assert_allclose(force, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_call_that_contracts_other_axes_than_the_door_says():
+def test_a_call_that_contracts_other_axes_than_the_registered_input():
     model = Caller(OfCall((16, 16), rngs=nnx.Rngs(0)))
     nm.nnx.sparsify(model, recipe("ste(2,4)"), whole(1, 8, 16), spec="bi,io->bo")
     model(whole(1, 8, 16), "bi,io->bo")
@@ -544,8 +548,8 @@ class Remat(nnx.Module):
         return jnp.sin(x) @ self.w[...]
 
 
-nm.nnx.door(Stateful, weight="w", input=lambda layer: (-1, 8))
-nm.nnx.door(Remat, weight="w", input=lambda layer: (-1, 8))
+nm.nnx.register_layer(Stateful, weight="w", input=lambda layer: (-1, 8))
+nm.nnx.register_layer(Remat, weight="w", input=lambda layer: (-1, 8))
 X = jax.random.normal(jax.random.key(7), (16, 8))
 
 
@@ -589,18 +593,18 @@ def test_a_sparse_model_can_be_pickled_and_copied():
     assert pickle.loads(pickle.dumps(nnx.graphdef(sparse))) == nnx.graphdef(sparse)
 
 
-def test_a_door_by_name_and_one_by_class_are_one():
+def test_a_class_by_name_and_by_itself_are_one():
     kind = fresh()
     text = f"{kind.__module__}:{kind.__qualname__}"
     try:
-        nm.nnx.door(text, weight="w", input=lambda layer: (-1, 16))
-        nm.nnx.door(kind, weight="w", input=lambda layer: (1, -1, 16))  # declared again
-        assert len(doors.doors_of(kind())) == 1
+        nm.nnx.register_layer(text, weight="w", input=lambda layer: (-1, 16))
+        nm.nnx.register_layer(kind, weight="w", input=lambda layer: (1, -1, 16))  # declared again
+        assert len(registry.types_of(kind())) == 1
         for again in (kind, text):
             with pytest.raises(ValueError, match="rules could not tell the two weights apart"):
-                nm.nnx.door(again, weight="b", input=lambda layer: (-1, 16))
+                nm.nnx.register_layer(again, weight="b", input=lambda layer: (-1, 16))
     finally:
-        doors.DECLARED.pop(text)
+        registry.REGISTERED.pop(text)
 
 
 # ---- layers whose product no call uses ----
@@ -638,7 +642,7 @@ def test_layers_that_the_call_does_not_use_are_told():
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
         model = nm.nnx.sparsify(Reads(nnx.Rngs(0)), recipe("ste(2,4)"), X)
     assert caught[0].filename == __file__
-    assert model.called.nm_site is not None
+    assert model.called.nm_state is not None
     without = nm.Recipe({"read": "dense", ".*": "ste(2,4)"})
     nm.nnx.sparsify(Reads(nnx.Rngs(0)), without, X, strict=True)
 
@@ -723,7 +727,7 @@ class Square(nnx.Module):
         return x @ self.w[...].T
 
 
-nm.nnx.door(Square, weight="w")
+nm.nnx.register_layer(Square, weight="w")
 
 
 class StackOfSquares(nnx.Module):
@@ -761,7 +765,7 @@ def test_a_stack_of_declared_layers_without_an_input(text, size):
         np.testing.assert_array_equal(weight, jnp.stack(alone))
 
 
-def test_two_doors_of_a_layer_with_an_attribute_without_a_hash():
+def test_two_weights_of_a_layer_with_an_attribute_without_a_hash():
     @dataclass
     class Settings:
         width: int = 8
@@ -777,8 +781,8 @@ def test_two_doors_of_a_layer_with_an_attribute_without_a_hash():
         def encode(self, x):
             return x @ self.v[...]
 
-    nm.nnx.door(Two, weight=("w",), input=lambda layer: (-1, 8))
-    nm.nnx.door(Two, weight=("v",), method="encode", input=lambda layer: (-1, 8))
+    nm.nnx.register_layer(Two, weight=("w",), input=lambda layer: (-1, 8))
+    nm.nnx.register_layer(Two, weight=("v",), method="encode", input=lambda layer: (-1, 8))
     hard = nm.nnx.harden(nm.nnx.sparsify(Two(), nm.Recipe({".*": "ste(2,4)"})))
     assert {path: str(pattern) for path, pattern in nm.nnx.patterns(hard).items()} == {
         "v": "2:4 along axis 0", "w": "2:4 along axis 0",
@@ -793,9 +797,9 @@ class InTheDtypeOfX(nnx.Module):
         return x @ self.w[...].astype(x.dtype)
 
 
-def test_a_door_with_an_input_serves_every_dtype():
-    """The example of the door has the dtype of the weight. A call in another dtype contracts the same axes."""
-    nm.nnx.door(InTheDtypeOfX, weight="w", input=lambda layer: (-1, 8))
+def test_a_registered_input_serves_every_dtype():
+    """The example has the dtype of the weight. A call in another dtype contracts the same axes."""
+    nm.nnx.register_layer(InTheDtypeOfX, weight="w", input=lambda layer: (-1, 8))
     made = nm.nnx.sparsify(InTheDtypeOfX(nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
     x = jnp.ones((4, 8), jnp.bfloat16)
     np.testing.assert_array_equal(made(x), x @ nm.prune(nm.mse(2, 4), made.w[...].astype(x.dtype), axis=0))
@@ -809,7 +813,7 @@ def test_a_class_that_is_no_pytree_keeps_its_parameters():
         def __call__(self, x):
             return x @ self.w
 
-    nm.nnx.door(Expand, weight="w")
+    nm.nnx.register_layer(Expand, weight="w")
     model = nm.nnx.sparsify(Expand(nnx.Rngs(0)), recipe("ste(2,4)"), jnp.ones((4, 8)))
     assert list(nnx.state(model, nnx.Param)) == ["w"]
     gradient = nnx.grad(lambda model: model(jnp.ones((4, 8))).sum())(model)

@@ -1,4 +1,4 @@
-"""Doors of classes of flax.linen that others declare, and what `sparsify` refuses and tells."""
+"""Registered classes of flax.linen, and what `sparsify` refuses and tells."""
 
 import functools
 import re
@@ -14,12 +14,12 @@ from flax import linen as nn
 
 import nmjax as nm
 from nmjax import linen
-from nmjax.linen.doors import DOORS
+from nmjax.linen.registry import REGISTERED
 from tests.delivery_test import EVERY, SEED, normal
-from tests.linen.delivery_test import DENSE, PATH, Block, Einsum, Pruned, Stack, door, named, stack
+from tests.linen.delivery_test import DENSE, PATH, Block, Einsum, Pruned, Stack, einsum_registered, named, stack
 
 pytestmark = pytest.mark.sampled
-fixture = door  # Einsum has its door in every test
+fixture = einsum_registered  # in every test
 
 STE = "ste(2,4)"
 X = normal(1, 8, 16)
@@ -40,8 +40,8 @@ class Layer(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def door_of_layer(door):
-    linen.door(Layer, weight="w")
+def layer_registered(einsum_registered):
+    linen.register_layer(Layer, weight="w")
 
 
 # ---- classes that one cannot edit ----
@@ -69,9 +69,9 @@ class Gemma(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_class_that_one_cannot_edit_trains_by_a_door_of_one_line():
-    del DOORS[Einsum]
-    linen.door(f"{Einsum.__module__}:Einsum", weight="{weight_name}")
+def test_a_class_that_one_cannot_edit_trains_by_one_line():
+    del REGISTERED[Einsum]
+    linen.register_layer(f"{Einsum.__module__}:Einsum", weight="{weight_name}")
     x = normal(1, 2, 8, 16)
     model = Pruned(Gemma(), nm.Recipe({r"mlp/.*": EVERY, r"query|out": "s_ste(2,4)"}))
     variables, target = model.init(x), jnp.roll(x, 1, -1)
@@ -129,7 +129,7 @@ class Doubled(nn.Module):
 
 @pytest.mark.slow
 def test_a_layer_may_have_several_weights_and_layers_and_random_numbers():
-    linen.door(Experts, weight=("up", "down"))
+    linen.register_layer(Experts, weight=("up", "down"))
     rules = nm.Recipe({r"of/up": STE, r"of/down": "ste(1,4)", "of/inner": "s_ste(2,4)", "of/scale": "dense"})
     model = Pruned(Doubled(), rules)
     variables = model.init(X)
@@ -196,10 +196,10 @@ odd = lambda x, w: (x @ jnp.tanh(w), x @ w.T)
 energy = lambda x, w, force=True: jax.grad(lambda x: jnp.tanh(x @ w).sum())(x) if force else x @ w
 
 
-def shapes(model, rules=STE, x=X, door=None, **options):
+def shapes(model, rules=STE, x=X, registered=None, **options):
     """Return the shapes of variables. Errors need no arrays."""
-    if door is not None:
-        DOORS[door[0]] = door[1:]
+    if registered is not None:
+        REGISTERED[registered[0]] = registered[1:]
     return jax.eval_shape(functools.partial(Pruned(model, rules).init, **options), x)
 
 
@@ -251,17 +251,18 @@ apart = lambda: shapes(Stack(1, 0))
 one_of = lambda variables: variables | {"params": jax.tree.map(lambda v: v.update(shape=(16, 16)), variables["params"])}
 APART = rf"{PATH}: its weight has shape \(16, 3, 16\), but 'nm' is for \(16, 16\) stacked along \(0,\)"
 REFUSED = {
-    # the door
-    "no such parameter": (lambda: shapes(named(Layer, odd), door=(Layer, "v")),
-        r"layer: the door nm.linen.door\(Layer, weight='v'\) names .* Layer has w \(16, 16\)"),
-    "no such attribute": (lambda: shapes(named(Layer, odd), door=(Layer, "{width}")),
+    # the registration
+    "no such parameter": (lambda: shapes(named(Layer, odd), registered=(Layer, "v")),
+        r"layer: nm.linen.register_layer\(Layer, weight='v'\) names .* Layer has w \(16, 16\)"),
+    "no such attribute": (lambda: shapes(named(Layer, odd), registered=(Layer, "{width}")),
         r"layer: .*weight='{width}'\) names 'width', and Layer has no such attribute"),
-    "another door": (lambda: linen.door(Layer, weight="v"),
-        r"nm.linen.door\(Layer, weight='v'\): the class has a door already, for w"),
-    "two doors": (lambda: shapes(Around(), door=(Around, "kernel")),
-        r"two doors reach the parameter kernel of shape .*Dense, weight='kernel'.*Around, weight='kernel'"),
-    "no class of linen": (lambda: linen.door(int, weight="w"), "TypeError: .*takes a class of flax.linen, got .*int"),
-    **{f"no name {text}": (lambda text=text: linen.door(text, weight="w"), "'package.module:Class', got")
+    "other weights": (lambda: linen.register_layer(Layer, weight="v"),
+        r"nm.linen.register_layer\(Layer, weight='v'\): the class is registered already, for w"),
+    "two layers": (lambda: shapes(Around(), registered=(Around, "kernel")),
+        r"two registered layers have the parameter kernel of shape .*Dense, weight='kernel'.*Around, weight='kernel'"),
+    "no class of linen": (lambda: linen.register_layer(int, weight="w"),
+        "TypeError: .*takes a class of flax.linen, got .*int"),
+    **{f"no name {text}": (lambda text=text: linen.register_layer(text, weight="w"), "'package.module:Class', got")
        for text in ("Einsum", "a.b:", ":Einsum", "a:b:c")},
     # the product
     "different axes": (lambda: shapes(named(Layer, lambda x, w: x @ w @ w.T)),
@@ -270,7 +271,7 @@ REFUSED = {
     "an operation too": (lambda: hardened(shapes(named(Layer, odd))),
         r"layer: .*prunes a weight of shape \(16, 16\) .* it also goes into tanh"),
     "no product": (lambda: shapes(named(Layer, rows), x=jnp.arange(4)),
-        r"layer: the door .*Layer, weight='w'.* multiplies no input by w of shape \(16, 16\)"),
+        r"layer: nm.linen.register_layer.*Layer, weight='w'.* multiplies no input by w of shape \(16, 16\)"),
     "a derivative": (lambda: shapes(named(Layer, energy)), "layer: .*is part of a derivative that the func"),
     "a derivative later": (lambda: apply(Layer(energy), shapes(Layer(energy), force=False)),
         "the model: .*is part of a derivative"),
@@ -332,13 +333,13 @@ def test_dense_layers_and_what_needs_no_variable_are_not_refused():
     shapes(Layer(energy), "dense")
     shapes(Transposed(), "dense")
     assert "is part of a derivative" in linen.plan(Layer(energy), nm.Recipe({".*": STE}), X).refused[0][1]
-    linen.door(Layer, weight="w")  # twice the same
+    linen.register_layer(Layer, weight="w")  # twice the same
     model = Pruned(LAYER, STE)
     variables = model.init(X)
     np.testing.assert_array_equal(model.apply(without("nm", variables), X), model.apply(variables, X))
 
 
-# ---- what no door reaches ----
+# ---- what no registered layer has ----
 
 
 class Mixed(nn.Module):
@@ -351,18 +352,18 @@ class Mixed(nn.Module):
         return Stack(name="stack")(attention(x[None])[0])
 
 
-WARNING = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
+WARNING = """Rules of the recipe match these parameters, but no registered layer has them, so they stay dense:
   embed/embedding (10, 16), of Embed
   block_0-1/w (16, 16), of Einsum
-If a layer multiplies by such a parameter, declare its door: nm.linen.door(Embed, weight="embedding"). A parameter \
-that is used elsewhere too, as the table of a tied head is, stays dense.
+If a layer multiplies by such a parameter, register it: nm.linen.register_layer(Embed, weight="embedding"). A \
+parameter that is used elsewhere too, as the table of a tied head is, stays dense.
 If they are to stay dense, write rules that come before the others: \
 (r"embed/embedding", "dense"), (r"block_\\d+/w", "dense")."""
 
 
 @pytest.mark.slow
-def test_parameters_that_no_door_reaches_are_told_once():
-    del DOORS[Einsum]
+def test_parameters_outside_registered_layers_are_told_once():
+    del REGISTERED[Einsum]
     i, init = jnp.arange(8), lambda rules: shapes(Mixed(), nm.Recipe(rules), i)
     with linen.sparsify(nm.Recipe({".*": STE})), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -377,7 +378,7 @@ def test_parameters_that_no_door_reaches_are_told_once():
     init({r"stack/.*": STE})
     with pytest.raises(ValueError, match=r"stay dense:\n  block_0-1/w \(16, 16\), of Einsum\nIf"):
         init({r"block_.*|stack/.*": STE})
-    linen.door(Einsum, weight="w")
+    linen.register_layer(Einsum, weight="w")
     init({r"embed": "dense", r".*": STE})
 
 

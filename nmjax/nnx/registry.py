@@ -1,4 +1,4 @@
-"""Doors: which classes multiply an input by a weight, those of Flax and those that users declare.
+"""The classes that multiply an input by a weight: those of Flax and those that users register.
 
 While a layer is sparse, its class is a subclass, also if the class is one that nobody here can edit. The method of the
 subclass traces the method of the layer, and prunes the products with the weight.
@@ -18,22 +18,22 @@ from flax import nnx
 from nmjax.models.moe import Experts
 from nmjax.models.transformer import Scores
 from nmjax.nnx.calling import call_with
-from nmjax.nnx.variables import SiteModule
+from nmjax.nnx.variables import SparsityState
 from nmjax.programs.rewriting import Product, Rewriter
 
-SITE = "nm_site"
+STATE = "nm_state"
 
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Door:
+class LayerType:
     """The weights by which layers of a class multiply their input.
 
     Attributes:
       weights: The attributes that hold the weights.
-      alone: True if the door names one weight. A rule then matches the path of the layer.
+      alone: True if there is one weight. A rule then matches the path of the layer.
       examples: A function (layer, tokens, dtype of the weight) that returns the shapes of the method's arguments; or
         None, itself or its result, if only a call says them.
       method: The method that multiplies an input by the weights.
@@ -50,14 +50,14 @@ class Door:
     argument: int | None = None
 
     def attribute(self, weight: str) -> str:
-        """Return the attribute of a layer that holds the site of a weight."""
-        return SITE if self.alone else f"{SITE}_{weight}"
+        """Return the attribute of a layer that holds the sparsity state of a weight."""
+        return STATE if self.alone else f"{STATE}_{weight}"
 
 
 def _one(
     input: Callable[[Any], Sequence[int]], layer: Any, tokens: int, dtype: Any
 ) -> tuple[jax.ShapeDtypeStruct, ...]:  # fmt: skip
-    """Return `Door.examples` of a method that takes one array."""
+    """Return `LayerType.examples` of a method that takes one array."""
     given = input(layer)
     return (jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in map(operator.index, given)), dtype),)
 
@@ -100,11 +100,11 @@ def _scores(m: Scores, tokens: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, .
     return scores, values
 
 
-def _kernel(examples: Callable[..., Any], shape: Callable[[Any], Shape]) -> Door:
-    return Door(("kernel",), True, examples, shape=shape)
+def _kernel(examples: Callable[..., Any], shape: Callable[[Any], Shape]) -> LayerType:
+    return LayerType(("kernel",), True, examples, shape=shape)
 
 
-FLAX: dict[type, Door] = {
+FLAX: dict[type, LayerType] = {
     nnx.Linear: _kernel(partial(_one, _linear), lambda m: (m.in_features, m.out_features)),
     nnx.LinearGeneral: _kernel(
         partial(_one, _general), lambda m: (*m.batch_axis.values(), *m.in_features, *m.out_features)
@@ -114,23 +114,23 @@ FLAX: dict[type, Door] = {
     ),
     nnx.Conv: _kernel(partial(_one, _conv), lambda m: tuple(m.kernel_shape)),
     Experts: _kernel(_experts, lambda m: tuple(m.kernel_shape)),
-    Scores: Door(("marker",), True, _scores, shape=lambda m: (1,) * 4, argument=1),  # its values
+    Scores: LayerType(("marker",), True, _scores, shape=lambda m: (1,) * 4, argument=1),  # its values
 }
-"""The doors of layers of Flax and of `nmjax.models`."""
+"""The layers of Flax and of `nmjax.models`."""
 
-DECLARED: dict[type | str, tuple[Door, ...]] = {}
-"""The doors that users declared, by class or by "module:Class"."""
+REGISTERED: dict[type | str, tuple[LayerType, ...]] = {}
+"""What users registered, by class or by "module:Class"."""
 
 
-def door(
+def register_layer(
     kind: type | str, weight: str | tuple[str, ...], *, input: Callable[[Any], Sequence[int]] | None = None,
     method: str = "__call__",
 ) -> None:  # fmt: skip
-    """Declare that layers of a class multiply an input by a weight, so that `sparsify` can prune the product.
+    """Register a class of layers by its weight, so that `sparsify` can prune them.
 
-    The class is not changed. Declare it once, before `sparsify` or `plan`. The product is found by tracing the method:
-    a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the weight as an operand, perhaps in another dtype
-    or with its axes in another order.
+    Register it once, before `sparsify` or `plan`. The class is not changed, and can be one that you cannot edit. Its
+    method multiplies an input by the weight: with ``@``, `jnp.einsum`, `jax.lax.dot_general` or a convolution, perhaps
+    in another dtype or with the axes of the weight in another order. The product is found by tracing the method.
 
     Args:
       kind: The class, a subclass of `flax.nnx.Module`; or a text "package.module:Class", which imports nothing.
@@ -143,78 +143,83 @@ def door(
     Raises:
       TypeError: ``kind`` is not a subclass of `flax.nnx.Module`, the class refuses to have a subclass, or another
         argument is of the wrong type.
-      ValueError: ``kind`` is a text of another form, the class has no such method, the weight has a door already, or
-        the class has a door for another single weight.
+      ValueError: ``kind`` is a text of another form, the class has no such method, the weight is registered already,
+        or another single weight of the class is.
 
     >>> import jax.numpy as jnp, nmjax as nm
-    >>> class Projection(nnx.Module):
+    >>> class Projection(nnx.Module):  # w has the shape [out, in]
     ...     def __init__(self, features, rngs):
     ...         self.w = nnx.Param(jax.random.normal(rngs.params(), (features, features)))
     ...     def __call__(self, x):
     ...         return jnp.einsum("bi,oi->bo", x, self.w[...])
-    >>> nm.nnx.door(Projection, weight="w", input=lambda layer: (-1, layer.w.shape[1]))
-    >>> model = nm.nnx.sparsify(Projection(8, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
+    >>> nm.nnx.register_layer(Projection, weight="w", input=lambda layer: (-1, layer.w.shape[1]))
+    >>> recipe = nm.Recipe({".*": "ste(2,4)"})
+    >>> model = nm.nnx.sparsify(Projection(8, rngs=nnx.Rngs(0)), recipe)
     >>> nm.nnx.patterns(model)
     {'w': 2:4 along axis 1}
     """
     name = kind if isinstance(kind, str) else getattr(kind, "__qualname__", repr(kind))
     if isinstance(kind, str):
         if not all(part and not part.isspace() for part in kind.split(":")) or kind.count(":") != 1:
-            raise ValueError(f"nm.nnx.door takes a class or a text 'package.module:Class', got {kind!r}.")
+            raise ValueError(f"nm.nnx.register_layer takes a class or a text 'package.module:Class', got {kind!r}.")
     elif not (isinstance(kind, type) and issubclass(kind, nnx.Module)):
         raise TypeError(
-            f"nm.nnx.door takes a class of flax.nnx, got {kind!r}. For classes of flax.linen use nm.linen.door."
+            f"nm.nnx.register_layer takes a class of flax.nnx, got {kind!r}. For classes of flax.linen use "
+            "nm.linen.register_layer."
         )
     elif not callable(getattr(kind, method, None)):
-        raise ValueError(f"nm.nnx.door({name}, method={method!r}): the class has no such method.")
+        raise ValueError(f"nm.nnx.register_layer({name}, method={method!r}): the class has no such method.")
     if kind in FLAX:
-        raise ValueError(f"nm.nnx.door({name}): this class has a door already. Declare a door for a subclass.")
+        raise ValueError(f"nm.nnx.register_layer({name}): this class is registered already. Register a subclass.")
     weights = (weight,) if isinstance(weight, str) else tuple(weight) if isinstance(weight, (tuple, list)) else ()
     if not weights or not all(isinstance(one, str) and one for one in weights):
-        raise TypeError(f"nm.nnx.door({name}): weight is an attribute's name, or a tuple of names, got {weight!r}.")
+        raise TypeError(
+            f"nm.nnx.register_layer({name}): weight is an attribute's name, or a tuple of names, got {weight!r}."
+        )
     if input is not None and not callable(input):
         raise TypeError(
-            f"nm.nnx.door({name}): input is a function of a layer that returns a shape, got {input!r}. Write "
+            f"nm.nnx.register_layer({name}): input is a function of a layer that returns a shape, got {input!r}. Write "
             f"input=lambda layer: {input!r}."
         )
-    mine = Door(weights, isinstance(weight, str), None if input is None else partial(_one, input), method)
-    others = [one for one in _doors_of(kind) if (one.weights, one.method) != (mine.weights, method)]
+    mine = LayerType(weights, isinstance(weight, str), None if input is None else partial(_one, input), method)
+    others = [one for one in _types_of(kind) if (one.weights, one.method) != (mine.weights, method)]
     for one in others:
         twice = [w for w in weights if w in one.weights]
         if twice:
             raise ValueError(
-                f"nm.nnx.door({name}, weight={twice[0]!r}, method={method!r}): this parameter has a door already, by "
-                f"method={one.method!r}. A parameter has one door."
+                f"nm.nnx.register_layer({name}, weight={twice[0]!r}, method={method!r}): this weight is registered "
+                f"already, with method={one.method!r}. A weight has one method."
             )
         if one.alone and mine.alone:
             names = f'"{one.weights[0]}", "{weights[0]}"'
             raise ValueError(
-                f"nm.nnx.door({name}, weight={weight!r}): this class has a door for {one.weights[0]!r}, and rules "
-                f"could not tell the two weights apart. Declare both as a tuple, such as weight=({names})."
+                f"nm.nnx.register_layer({name}, weight={weight!r}): this class is registered for "
+                f"{one.weights[0]!r}, and rules could not tell the two weights apart. Register both as a tuple, such "
+                f"as weight=({names})."
             )
     if isinstance(kind, type):
         sparse_class(kind, (method,))  # a class that refuses a subclass is refused here
-    kept = [one for one in DECLARED.get(kind, ()) if one in others]
-    DECLARED[kind] = (*kept, mine)
+    kept = [one for one in REGISTERED.get(kind, ()) if one in others]
+    REGISTERED[kind] = (*kept, mine)
 
 
 def _text(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _doors_of(kind: type | str) -> list[Door]:
-    """Return the doors of a class, those that were declared by its name included."""
-    names = [one for one in DECLARED if (_text(one) if isinstance(one, type) else one) == kind]
+def _types_of(kind: type | str) -> list[LayerType]:
+    """Return what is registered of a class, also by its name."""
+    names = [one for one in REGISTERED if (_text(one) if isinstance(one, type) else one) == kind]
     if isinstance(kind, type):
         names = [_text(kind), kind]
-    return list({(one.weights, one.method): one for name in names for one in DECLARED.get(name, ())}.values())
+    return list({(one.weights, one.method): one for name in names for one in REGISTERED.get(name, ())}.values())
 
 
-def doors_of(module: Any) -> list[Door]:
-    """Return the doors of a module: those of the nearest class that has some."""
+def types_of(module: Any) -> list[LayerType]:
+    """Return what is registered of a module's class, or else of its nearest base class."""
     for kind in type(module).__mro__:
-        if kind in DECLARED or _text(kind) in DECLARED:
-            return _doors_of(kind)
+        if kind in REGISTERED or _text(kind) in REGISTERED:
+            return _types_of(kind)
         if kind in FLAX:
             return [FLAX[kind]]
     return []
@@ -230,7 +235,7 @@ def dense_class(kind: type) -> type:
 
 @cache
 def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
-    """Return a subclass of a class. Its methods use the sites of a layer for the products of the weights."""
+    """Return a subclass of a class. Its methods use the sparsity state of a layer for the products of the weights."""
     members: dict[str, Any] = {name: _pruned_method(kind, name) for name in methods}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     members |= {"_nm_dense": kind, "_nm_methods": methods}
@@ -240,8 +245,8 @@ def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
         return _picklable(type(kind))(kind.__name__, (kind,), members, **options)
     except TypeError as error:
         raise TypeError(
-            f"nm.nnx.door({kind.__qualname__}): a sparse layer is of a subclass, and the class refuses one: {error}. "
-            "Give its __init_subclass__ defaults, or use nm.transform."
+            f"nm.nnx.register_layer({kind.__qualname__}): a sparse layer is of a subclass, and the class refuses one: "
+            f"{error}. Give its __init_subclass__ defaults, or use nm.transform."
         ) from error
 
 
@@ -256,11 +261,11 @@ def _picklable(meta: type) -> type:
     return made
 
 
-def without_sites(module: Any) -> Any:
+def without_state(module: Any) -> Any:
     """Return a shallow copy of a layer, as before it was sparse, and without the mask that `weight_of` applies."""
     plain = object.__new__(dense_class(type(module)))
-    vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
-    nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
+    vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(STATE)})
+    nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(STATE)}
     object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
     if mask_of(module) is not None:
         plain.mask = None
@@ -283,15 +288,15 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
     plain = getattr(kind, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        doors = [one for one in doors_of(self) if one.method == name]
-        inside = {w: vars(self).get(one.attribute(w)) for one in doors for w in one.weights}
+        types = [one for one in types_of(self) if one.method == name]
+        inside = {w: vars(self).get(one.attribute(w)) for one in types for w in one.weights}
         sites = {weight: site for weight, site in inside.items() if site is not None}
         if not sites:
             return plain(self, *args, **options)
-        argument = doors[0].argument
+        argument = types[0].argument
         values = {w: weight_of(self, w) if argument is None else args[argument] for w in sites}
         for weight, site in sites.items():
-            if isinstance(site, SiteModule):
+            if isinstance(site, SparsityState):
                 site.check_one_layer(getattr(self, weight).shape)
         multiplied: set[str] = set()
         others: dict[str, list[str]] = {}
@@ -301,14 +306,14 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
             multiplied.add(product.parameter.path)
             return sites[product.parameter.path]._multiply(product, x, w)
 
-        dense = without_sites(self)
+        dense = without_state(self)
         y = call_with(self, dense, plain, args, options, values, Rewriter(compute, seen), argument)
         for weight, site in sites.items():
-            if isinstance(site, SiteModule) and (weight not in multiplied or weight in others):
+            if isinstance(site, SparsityState) and (weight not in multiplied or weight in others):
                 does = f"uses it in {others[weight][0]} too" if weight in others else "multiplies no input by it"
                 raise ValueError(
-                    f"{site.name}: a door names {weight!r}, of shape {values[weight].shape}, and in this call "
-                    f"{kind.__name__}.{name} {does}. A door needs a weight that is an operand of products alone."
+                    f"{site.name}: the layer is registered with {weight!r}, of shape {values[weight].shape}, and in "
+                    f"this call {kind.__name__}.{name} {does}. A registered weight may be an operand of products alone."
                 )
         return y
 

@@ -1,4 +1,4 @@
-"""Doors: the classes of flax.linen layers whose weights a recipe can reach, and the declaration of others."""
+"""The classes of flax.linen layers whose weights a recipe can prune, and those that users register."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from flax import linen as nn
 
 from nmjax.linen.others import OTHERS
 
-DOORS: dict[type | str, tuple[str, ...]] = {
+REGISTERED: dict[type | str, tuple[str, ...]] = {
     nn.Dense: ("kernel",),
     nn.DenseGeneral: ("kernel",),
     nn.Einsum: ("kernel",),
@@ -18,7 +18,7 @@ DOORS: dict[type | str, tuple[str, ...]] = {
 
 
 class Weight(NamedTuple):
-    """A weight of a layer that has a door.
+    """A weight of a registered layer.
 
     Attributes:
       name: The name of the parameter in the layer.
@@ -31,14 +31,14 @@ class Weight(NamedTuple):
     kind: str
 
     def __str__(self) -> str:
-        """Return the door in words, for errors."""
-        return f"the door nm.linen.door({self.kind}, weight={self.name!r})"
+        """Return the registration in words, for errors."""
+        return f"nm.linen.register_layer({self.kind}, weight={self.name!r})"
 
 
-def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
-    """Declare that layers of a class multiply an input by a parameter, so that `sparsify` can prune the product.
+def register_layer(kind: type | str, weight: str | tuple[str, ...]) -> None:
+    """Register a class of layers by its parameter, so that `sparsify` can prune them.
 
-    The class is not changed. Declare it once, before `sparsify`. Subclasses have the door of their class. The product
+    The class is not changed. Register it once, before `sparsify`. Subclasses count as their class. The product
     is found by tracing the layer: a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the parameter as an
     operand, perhaps in another dtype or with its axes in another order.
 
@@ -50,7 +50,7 @@ def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
 
     Raises:
       TypeError: ``kind`` is not a subclass of `flax.linen.Module`.
-      ValueError: ``kind`` is a text of another form, or the class has another door already.
+      ValueError: ``kind`` is a text of another form, or the class is registered with other weights.
 
     >>> import jax, jax.numpy as jnp
     >>> import nmjax as nm
@@ -60,7 +60,7 @@ def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
     ...     def __call__(self, x):
     ...         w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
     ...         return jnp.einsum("bi,io->bo", x, w)
-    >>> nm.linen.door(Projection, weight="w")
+    >>> nm.linen.register_layer(Projection, weight="w")
     >>> with nm.linen.sparsify(nm.Recipe({".*": "ste(2,4)"})):
     ...     variables = Projection(4).init(jax.random.key(0), jnp.ones((2, 8)))
     >>> nm.linen.patterns(variables)
@@ -69,31 +69,32 @@ def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
     if isinstance(kind, str):
         package, colon, name = kind.partition(":")
         if not (package.strip() and colon and name.strip()) or ":" in name:
-            raise ValueError(f"nm.linen.door takes a class or a text 'package.module:Class', got {kind!r}.")
+            raise ValueError(f"nm.linen.register_layer takes a class or a text 'package.module:Class', got {kind!r}.")
     elif not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(
-            f"nm.linen.door takes a class of flax.linen, got {kind!r}. For classes of flax.nnx use nm.nnx.door."
+            f"nm.linen.register_layer takes a class of flax.linen, got {kind!r}. For classes of flax.nnx use "
+            "nm.nnx.register_layer."
         )
     else:
         name = kind.__qualname__
     weights = (weight,) if isinstance(weight, str) else tuple(weight)
-    declared = DOORS.get(kind, weights)
+    declared = REGISTERED.get(kind, weights)
     if declared != weights:
         raise ValueError(
-            f"nm.linen.door({name}, weight={weight!r}): the class has a door already, for {', '.join(declared)}. A "
-            f"class has one door. If it has several weights, pass a tuple of their names."
+            f"nm.linen.register_layer({name}, weight={weight!r}): the class is registered already, for "
+            f"{', '.join(declared)}. If it has several weights, pass a tuple of their names."
         )
-    DOORS[kind] = weights
+    REGISTERED[kind] = weights
 
 
 def weights_of(module: nn.Module) -> tuple[Weight, ...]:
-    """Return the weights that the door of a bound layer names; () if it has no door. The nearest base class decides.
+    """Return the registered weights of a bound layer: those of its nearest registered base class, or ().
 
     Raises:
-      ValueError: The door names an attribute that the layer does not have.
+      ValueError: A registered weight is no attribute of the layer.
     """
     for kind in type(module).__mro__:
-        texts = DOORS.get(kind) or DOORS.get(f"{kind.__module__}:{kind.__qualname__}")
+        texts = REGISTERED.get(kind) or REGISTERED.get(f"{kind.__module__}:{kind.__qualname__}")
         if texts is not None:
             names = [_filled(module, text) for text in texts]
             path, shared = "/".join(module.path), len(names) > 1 or _shares_scope(module)
@@ -108,7 +109,7 @@ def _filled(module: nn.Module, text: str) -> str:
     except KeyError as error:
         path, kind = "/".join(module.path) or "the layer", type(module).__name__
         raise ValueError(
-            f"{path}: nm.linen.door({kind}, weight={text!r}) names {error}, and {kind} has no such attribute."
+            f"{path}: nm.linen.register_layer({kind}, weight={text!r}) names {error}, and {kind} has no such attribute."
         ) from None
 
 
