@@ -2,8 +2,8 @@
 
 python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan|config]
                  [--config.FIELD=VALUE ...] [--sweep [--seeds_at_once=N]] [--sweep_index=I] [--results=FILE]
-                 [--with_twin] [--sink=wandb|trackio|mlflow] [--profile=STEPS] [--distributed=auto|off|HOST:PORT,N,I]
-                 [--tag=NAME[,NAME]] [--note=TEXT]
+                 [--with_baseline] [--tracker=wandb|trackio|mlflow] [--profile=STEPS]
+                 [--distributed=auto|off|HOST:PORT,N,I] [--tag=NAME[,NAME]] [--note=TEXT]
 """
 
 import os

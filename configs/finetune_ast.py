@@ -16,7 +16,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.finetune(variant)
-    c.twin = "configs/finetune_dense.py"
+    c.baseline = "configs/finetune_dense.py"
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="sr_ste(2,4,linear(0,2e-4,25%))")
     return c

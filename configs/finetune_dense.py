@@ -2,7 +2,7 @@
 
     python launch.py --config=configs/finetune_dense.py --config.weights=minilm
 
-It is the twin of configs/finetune_24.py and configs/finetune_ast.py. Its folder model/ can be the teacher of their
+It is the baseline of configs/finetune_24.py and configs/finetune_ast.py. Its folder model/ can be the teacher of their
 runs.
 """
 

@@ -8,7 +8,7 @@ FLOPs. By the validation loss it is worse than both. docs/evidence/method.md (Ch
 To prune gradients in dx too: --config.sparsity.blocks='s_ste(2,4); dx_g=mvue(2,4)'. No study tests this.
 
 Bytes of the help topics of Python, two CPU cores: five minutes; 1.499 nats a byte on the test text (one seed).
-Its dense twin, configs/gpt_dense.py, has 1.468 with the same seed, and 1.453 ± 0.009 over three seeds (± is the
+Its dense baseline, configs/gpt_dense.py, has 1.468 with the same seed, and 1.453 ± 0.009 over three seeds (± is the
 standard error), so one run tells little. configs/gpt_sste.py prunes only the feed-forward layers. Any text:
 --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
 """
@@ -18,7 +18,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.gpt(variant)
-    c.twin = "configs/gpt_dense.py"
+    c.baseline = "configs/gpt_dense.py"
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="s_ste(2,4)")
     return c

@@ -1,4 +1,4 @@
-"""A dense GPT, the dense twin of configs/gpt_24.py and configs/gpt_sste.py.
+"""A dense GPT, the dense baseline of configs/gpt_24.py and configs/gpt_sste.py.
 
     python launch.py --config=configs/gpt_dense.py
 

@@ -1,4 +1,4 @@
-"""A dense mixture of experts, the dense twin of configs/moe_24.py.
+"""A dense mixture of experts, the dense baseline of configs/moe_24.py.
 
     python launch.py --config=configs/moe_dense.py
 

@@ -3,7 +3,7 @@
     python launch.py --config=configs/resnet_24.py
 
 Digits, 8x8, two CPU cores: half a minute; 98.6 % of the 360 test images (one seed), dense 99.1. Its dense
-twin is configs/resnet_dense.py.
+baseline is configs/resnet_dense.py.
 ResNet-18 on CIFAR-10: --config=configs/resnet_24.py:cifar10 --config.data.dir=DIR, one GPU.
 """
 
@@ -12,7 +12,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.resnet(variant)
-    c.twin = "configs/resnet_dense.py"
+    c.baseline = "configs/resnet_dense.py"
     c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
     c.sparsity = dict(stages="sr_ste(2,4)")
     return c

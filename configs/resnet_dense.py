@@ -1,4 +1,4 @@
-"""A dense residual network, the dense twin of configs/resnet_24.py, resnet_mvue.py and resnet_sdgp.py.
+"""A dense residual network, the dense baseline of configs/resnet_24.py, resnet_mvue.py and resnet_sdgp.py.
 
     python launch.py --config=configs/resnet_dense.py
 

@@ -12,7 +12,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.resnet(variant)
-    c.twin = "configs/resnet_dense.py"
+    c.baseline = "configs/resnet_dense.py"
     c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
     c.sparsity = dict(stages="sdgp(2,4)")
     return c

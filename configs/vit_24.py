@@ -12,7 +12,7 @@ the same FLOPs, and in fine-tuning it is worse than dense training. docs/tutoria
 start from. If gradients in dx are pruned too, the loss is slightly worse than that of a narrower network:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4); dx_g=mvue(2,4)'.
 
-Digits, 8x8, two CPU cores: about 95 seconds; 97.5 % of the 360 test images (one seed). Its dense twin,
+Digits, 8x8, two CPU cores: about 95 seconds; 97.5 % of the 360 test images (one seed). Its dense baseline,
 configs/vit_dense.py, reaches 97.2 in one run, and 98.2 ± 0.1 over three other runs (± is the standard error), so
 digits cannot tell methods apart. configs/vit_sste.py is 2:4 from the first step on, with fewer FLOPs.
 Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with
@@ -24,7 +24,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.vit(variant)
-    c.twin = "configs/vit_dense.py"
+    c.baseline = "configs/vit_dense.py"
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%)); dw_g=mvue(2,4)")
     return c

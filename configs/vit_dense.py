@@ -1,4 +1,4 @@
-"""A dense Vision Transformer, the dense twin of configs/vit_24.py, vit_sste.py, vit_pgf.py and vit_scores.py.
+"""A dense Vision Transformer, the dense baseline of configs/vit_24.py, vit_sste.py, vit_pgf.py and vit_scores.py.
 
     python launch.py --config=configs/vit_dense.py
 

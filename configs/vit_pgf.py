@@ -19,7 +19,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.vit(variant)
-    c.twin = "configs/vit_dense.py"
+    c.baseline = "configs/vit_dense.py"
     c.rules = ((r".*/mlp/.*", "mlp"), (r".*", "dense"))
     c.sparsity = dict(mlp="mdgf(1,8,linear(1,0,70%))")
     return c

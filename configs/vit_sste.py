@@ -3,7 +3,7 @@
     python launch.py --config=configs/vit_sste.py
 
 Digits, 8x8, two CPU cores: under two minutes; 97.2 % of the 360 test images (one seed), dense 98.2 ± 0.1. Its
-dense twin is configs/vit_dense.py.
+dense baseline is configs/vit_dense.py.
 """
 
 from configs import common
@@ -11,7 +11,7 @@ from configs import common
 
 def get_config(variant=""):
     c = common.vit(variant)
-    c.twin = "configs/vit_dense.py"
+    c.baseline = "configs/vit_dense.py"
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="s_ste(2,4)")
     return c

@@ -32,9 +32,9 @@ FLAGS = {  # flag -> (its values, what it does)
         "FILE",
         "append a line for every run of the sweep that finished or diverged; runs that have one are not trained",
     ),
-    "with_twin": ("", "first train the twin (config.twin), to compare with, in the folder twin of the run"),
+    "with_baseline": ("", "first train config.baseline, the run to compare with, in the folder baseline/ of this run"),
     "profile": ("STEPS", "trace this many steps, and show in the report where the time went"),
-    "sink": ("wandb|trackio|mlflow", "send the numbers to this service too"),
+    "tracker": ("wandb|trackio|mlflow", "send the numbers to this service too"),
     "tag": ("NAME[,NAME]", "give the run these tags, which its report and the index of runs show"),
     "note": ("TEXT", "give the run a note, which its report and the index show too"),
     "distributed": ("auto|off|HOST:PORT,N,I", "make several processes one run; off: each is a run of its own"),
@@ -151,7 +151,7 @@ def plain(error: str) -> str:
 
 def check_flags(words: list[str], config: ConfigDict) -> None:
     """Refuse a flag that does not exist, and suggest the flag or the field that may be meant."""
-    takes_no_value = {"sweep", "with_twin", "nosweep", "nowith_twin"}
+    takes_no_value = {"sweep", "with_baseline", "nosweep", "nowith_baseline"}
     before = ""  # the flag whose value may come next
     for word in words[1:]:
         name, equals, _ = word.lstrip("-").partition("=")
