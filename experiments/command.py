@@ -30,8 +30,7 @@ def main(argv: list[str], head: str) -> None:
     """
     config_files.importable(Path.cwd())
     if {"-h", "--help", "-help"} & set(argv):
-        config_file = _split(argv)[1] or "configs/vit_24.py"
-        print(usage.text(head, config_file, config_files.load(config_file), config_files.listing()))
+        print(usage.text(head, _split(argv)[1], config_files.summaries()))
         return
     asked = read(argv)
     if asked.mode == "config":
@@ -257,7 +256,7 @@ def read(argv: list[str]) -> Args:
             raise Mistake("--mode=eval needs --workdir=DIR, the directory of a run.")
         if "--mode=eval" not in words:
             usage.check_flags(words, config_files.load(config_files.names()[0]))
-            raise Mistake(f"--config=FILE is missing: one of {', '.join(config_files.names())}.")
+            raise Mistake("--config=FILE is missing, such as --config=configs/vit_24.py. --help lists them.")
         config, config_file = _recorded(Path(workdir) / "config.json"), Path(workdir).name
     fields = [word.removeprefix("--config.").partition("=")[0] for word in words[1:] if word.startswith("--config.")]
     new = [field for field in fields if _adds_method(config, field)]

@@ -83,7 +83,8 @@ BASELINE = "leave out --sweep, --sweep_index and --mode"
 
 MISTAKES = {  # config file -> words of a command, and what is said
     "": [
-        ("", r"--config=FILE is missing: one of .*configs/vit_24.py"),
+        ("--mode=plan", "--config=FILE is missing, such as --config=configs/vit_24.py. --help lists them"),
+        ("--config=nothing.py", "there is no file nothing.py. --help lists the config files"),
         ("--config=configs/vit24.py", r"no file configs/vit24.py. Did you mean configs/vit_24.py\?"),
         ("--config=README.md", "a config file is a .py file"),
         ("--config=configs/vit_24.py:cifar", r"vit_24.py, line \d+: ValueError: there is no variant 'cifar'"),
@@ -281,15 +282,19 @@ def test_a_mistake_in_a_config_file_is_told_with_its_line(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("words", "code"), [([], 2), ([f"--config={CONFIG_FILE}", "--config.bach=3"], 2), (["--help"], 0)]
+    ("words", "code", "errors", "said"),
+    [
+        ([], 2, 0, "python launch.py --help\n"),
+        ([f"--config={CONFIG_FILE}", "--config.bach=3"], 2, 1, ""),
+        (["--help"], 0, 0, "--mode=train|eval|plan"),
+    ],
 )
-def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code):
+def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code, errors, said):
     done = subprocess.run([sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=config_files.ROOT)
-    assert done.returncode == code
-    assert len(done.stderr.splitlines()) == (code != 0)
-    if not code:
-        assert "configs/vit_24.py" in done.stdout
-        assert "--mode=train|eval|plan" in done.stdout
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, errors)
+    assert said in done.stdout
+    assert bool(done.stdout) == bool(said)
+    assert len(done.stdout.splitlines()) < 25 or words  # without arguments, a page
 
 
 def test_every_config_file_says_what_it_is_and_how_to_run_it():
