@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "nmjax": (
         "core pruners kernels products recipes analysis programs policies fusing optim oneshot models nnx linen "
-        "checkpoints __init__ __main__"
+        "checkpoints tutorials __init__ __main__"
     ),
     "experiments": (
         "errors files config_files data scale report training load members collected sweep usage command studies bench "
