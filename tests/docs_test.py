@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nmjax as nm
@@ -17,7 +18,8 @@ from nmjax.recipes import text as spec
 
 ROOT = Path(__file__).parent.parent
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("[!_]*/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs").glob("[!_]*/*.md"))
 NAMES = [name for space in public.SPACES for name in public.names(space)]
 
 
@@ -168,7 +170,7 @@ def broken_links(page: Path) -> list[str]:
     return found
 
 
-OWN = [page for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))) if page.name not in COPIES]
+OWN = [page for page in PAGES if page.name not in COPIES]
 
 
 @pytest.mark.parametrize("page", [*OWN, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
@@ -221,7 +223,7 @@ def without_source(text: str) -> list[str]:
     return found
 
 
-MEASURED = [page for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))) if page.name != "reproduction.md"]
+MEASURED = [page for page in PAGES if page.name != "reproduction.md"]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -266,3 +268,14 @@ def test_every_entry_of_the_glossary_has_terms_and_a_meaning():
     assert len(entries) > 50
     for entry in entries:
         assert re.fullmatch(r"(\S.*\n)+(  .*\n?)+", entry), entry
+
+
+@pytest.mark.slow
+def test_the_diff_of_the_first_page_runs_with_and_without_its_new_lines():
+    diff = re.search(r"(?s)```diff\n(.*?)```", (ROOT / "README.md").read_text())[1].splitlines()
+    assert sum(line.startswith("+") for line in diff) == 4
+    before, after = ([line[2:] for line in diff if line[:1] in kinds] for kinds in (" ", " +"))
+    for lines in (before, after):
+        names = {"batches": [(np.ones((8, 32), np.float32), np.ones((8, 16), np.float32))] * 2}
+        exec("\n".join(lines), names)
+    assert nm.nnx.patterns(names["model"])["kernel"].n == 2
