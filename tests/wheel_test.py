@@ -177,7 +177,7 @@ def test_a_package_index_can_show_the_metadata(wheel):
     assert "Project-URL: Source, https://github.com/example/nmjax" in text
     assert "Description-Content-Type: text/markdown" in text
     linked = re.findall(rf"https://github.com/example/nmjax/(?:blob|raw)/v{nmjax.__version__}/([^)#\"'\s]+)", text)
-    assert len(linked) > 10
+    assert len(linked) > 5
     assert [path for path in linked if not (ROOT / path).exists()] == []
 
 
