@@ -37,7 +37,7 @@ def weights() -> list[tuple[str, nm.Picture]]:
             model = nnx.merge(program.graph, state.params, state.rest, copy=True)
             nm.nnx.set_step(model, step)
             layer = dict(nnx.iter_modules(model))[tuple(int(p) if p.isdigit() else p for p in LAYER.split("/"))]
-            used = nm.prune(layer.nm_site.sparsity.y_w, layer.kernel[:CORNER, :CORNER], axis=0, step=step)
+            used = nm.prune(layer.nm_state.sparsity.y_w, layer.kernel[:CORNER, :CORNER], axis=0, step=step)
             title = f"{wanted[step]:.0%} of the run" if step else "at the start"
             shown.append((title, nm.show(used, axis=0, m=4)))
         state, _ = program.train(state, next(feed))
