@@ -1,5 +1,6 @@
 """What the notebooks share: data, a small training loop, checks and figures. Needs ``nmjax[experiments]``."""
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,7 @@ def licence() -> str:
     return next(file for file in held if file.name == "LICENSE").read_text(encoding="utf-8")
 
 
+@functools.cache
 def help_pages() -> tuple[np.ndarray, np.ndarray]:
     """Return the help pages of Python as bytes: nine tenths to train with, and the rest for the test."""
     text = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
