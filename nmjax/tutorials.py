@@ -403,13 +403,13 @@ def layer_errors(errors: Mapping[str, Mapping[str, float]]) -> None:
     Args:
       errors: For each solver, by its name, the errors by layer.
     """
-    _, ax = plt.subplots(figsize=(7.2, 2.6))
+    figure, ax = plt.subplots(figsize=(7.2, 2.6))
     for name, by_layer in errors.items():
         ax.semilogy(list(by_layer.values()), ".-", label=name)
     layers = [path.removeprefix("blocks/") for path in next(iter(errors.values()))]
     ax.set_xticks(range(len(layers)), layers, rotation=60, ha="right", fontsize=7)
     ax.set_ylabel("relative error")
-    ax.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
 def errors_by_draws(counts: Sequence[int], errors: Mapping[str, Any]) -> None:
