@@ -11,7 +11,7 @@
 #   make gallery    runs most config files that need no download, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
-#   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version
+#   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.2.0 must be its version
 #   make check-dist  checks a wheel in dist that is built already
 #   make lint       formatting, lint, types, also of the snippets in pages, and the files of GitHub
 #   make lint-types   the types only

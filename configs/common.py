@@ -13,7 +13,7 @@ def run() -> ConfigDict:
     """Return the fields of every run."""
     c = ConfigDict()
     c.experiment = ""  # image, text, finetune, or module:name of a task (experiments/training/tasks.py)
-    c.twin = ""  # config file of the run with which this one is compared, such as configs/vit_dense.py; empty: none
+    c.baseline = ""  # config file of the run with which this one is compared, such as configs/vit_dense.py; empty: none
     c.seed = 0  # seed of weights, data order, augmentation and pruning noise
     c.epochs = 0.0  # length of the run in epochs; used only if steps is 0
     c.steps = 0  # length of the run in optimizer steps

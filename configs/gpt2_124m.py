@@ -1,10 +1,11 @@
-"""GPT-2 124M with 2:4 feed-forward layers on OpenWebText: the setting of S-STE (arXiv 2409.09099, tables 3 and 6).
+"""GPT-2 124M with 2:4 feed-forward layers on OpenWebText: the setting of S-STE.
 
     python launch.py --config=configs/gpt2_124m.py --config.data.dir=DIR
 
-DIR holds openwebtext.txt (or .xz, or a folder of texts of that name) and gpt2.json, the tokenizer of GPT-2 in the
-format of Hugging Face tokenizers. 300,000 steps of 524,288 tokens take days on eight GPUs of 80 GB. Not run here. The
-paper reports a validation loss of 2.952 for a run with hard masks (FST), and 2.907 for dense.
+It trains 300,000 steps of 524,288 tokens: days on eight GPUs of 80 GB. Not run here; arXiv 2409.09099 (tables 3 and 6)
+reports a validation loss of 2.952 for a run with hard masks (FST), and 2.907 for dense. DIR holds openwebtext.txt (or
+.xz, or a folder of texts of that name) and gpt2.json, GPT-2's tokenizer in the format of Hugging Face tokenizers. Use
+it to repeat the paper; the variant smoke takes four steps of a tiny model. Several machines: docs/how_to/processes.md.
 """
 
 from configs import common

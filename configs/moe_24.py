@@ -1,10 +1,10 @@
-"""A mixture of experts with 2:4 weights by S-STE (arXiv 2409.09099), and 2:4 gradients in dw by MVUE.
+"""A mixture of experts with 2:4 weights (S-STE) and 2:4 gradients in dw (MVUE). The routers stay dense.
 
     python launch.py --config=configs/moe_24.py
 
-The method is that of configs/gpt_24.py. No study tests it in a mixture of experts. In dw, a group of four tokens has
-tokens of one expert: the last group of an expert is filled up with zeros. The routers stay dense. Its dense twin is
-configs/moe_dense.py. Any text: --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
+It trains the model of configs/moe_dense.py, its baseline, on bytes of Python's help topics; neither its score nor its
+time is recorded. The method is that of configs/gpt_24.py. Use it to prune products of experts (docs/how_to/experts.md):
+in dw, a group of four tokens has tokens of one expert. Text of your own: --config.data.name=FILE --config.data.dir=DIR.
 """
 
 from configs import moe_dense
@@ -12,7 +12,7 @@ from configs import moe_dense
 
 def get_config(variant=""):
     c = moe_dense.get_config(variant)
-    c.twin = "configs/moe_dense.py"
+    c.baseline = "configs/moe_dense.py"
     c.rules = ((r".*/router", "dense"), (r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="s_ste(2,4)")
     return c

@@ -1,9 +1,10 @@
-"""A dense mixture of experts, the dense twin of configs/moe_24.py.
+"""A dense mixture of experts: the baseline of moe_24.
 
     python launch.py --config=configs/moe_dense.py
 
-It is configs/gpt_dense.py with four experts in every block. Each token uses two of them. An expert has half the hidden
-features of the perceptron that it replaces.
+It trains configs/gpt_dense.py with four experts in every block on bytes of Python's help topics; neither its score nor
+its time is recorded. Each token uses two experts, and an expert has half the hidden features of the perceptron that it
+replaces. Use it with --with_baseline of configs/moe_24.py: docs/how_to/judge.md.
 """
 
 from configs import common

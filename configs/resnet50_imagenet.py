@@ -1,9 +1,10 @@
-"""ResNet-50 on ImageNet with 2:4 weights: the SR-STE paper's setting (arXiv 2102.04010).
+"""ResNet-50 on ImageNet with 2:4 weights: the setting of SR-STE.
 
     python launch.py --config=configs/resnet50_imagenet.py --config.data.dir=DIR
 
-DIR holds train/ and val/, each with a folder of JPEGs for every class. 120 epochs take about a day on eight GPUs. Not
-run here. The paper reports 77.0 % for 2:4; others measured 75.8 with its code.
+It trains 120 epochs: about a day on eight GPUs. Not run here; arXiv 2102.04010 reports 77.0 % for 2:4, and others
+measured 75.8 with its code. DIR holds train/ and val/, each with a folder of JPEGs for every class. Use it to repeat
+the paper; the variant smoke takes four steps of a tiny model. Images in folders: docs/how_to/data.md.
 """
 
 from configs import common

@@ -2,12 +2,10 @@
 
     python launch.py --config=configs/vit_scores.py
 
-The product of scores and values is a layer of its own, blocks/0/attention/scores, because config.model.scores is True.
-To prune weights too, give the blocks a rule after that of the scores:
+It trains the model of configs/vit_dense.py, its baseline, on digits of 8x8 pixels; neither its score nor its time is
+recorded. Use it to prune activations in attention: docs/how_to/sparsify.md. The number of tokens must divide into
+groups: digits have 16, CIFAR-10 has 64, images of 28x28 have 49 (--config.sparsity.scores='y_x=mse(4,7)'). Weights too:
 --config.rules='((".*/scores","scores"),("blocks/.*","blocks"),(".*","dense"))' --config.sparsity.blocks='s_ste(2,4)'.
-
-The number of tokens must divide into groups. Digits have 16 tokens, and CIFAR-10 has 64. Images of 28x28 have 49: write
---config.sparsity.scores='y_x=mse(4,7)'. The dense twin is configs/vit_dense.py.
 """
 
 from configs import common
@@ -17,7 +15,7 @@ def get_config(variant=""):
     c = common.vit(variant)
     with c.unlocked():
         c.model.scores = True
-    c.twin = "configs/vit_dense.py"
+    c.baseline = "configs/vit_dense.py"
     c.rules = ((r".*/scores", "scores"), (r".*", "dense"))
     c.sparsity = dict(scores="y_x=mse(2,4)")
     return c

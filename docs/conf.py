@@ -61,12 +61,14 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def copy_notebooks() -> None:
-    """Copy the notebooks into the source tree of the site."""
+    """Copy the notebooks into the source tree of the site. Their links to pages lead to those of the site."""
     target = HERE / "notebooks"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
-        shutil.copy(notebook, target)
+        text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
+        text = text.replace("](../experiments/REPRODUCTION.md", "](../evidence/reproduction.md")
+        (target / notebook.name).write_text(text, encoding="utf-8")
 
 
 COPIED = {  # pages that lie outside docs/

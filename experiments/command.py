@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from experiments import config_files, members, sweep, usage
 from experiments.errors import Mistake, Stopped, meant
 from experiments.files import of_json, text
-from experiments.scale import processes, sinks
+from experiments.scale import processes, trackers
 from experiments.training import digest, lock, provenance, record
 
 
@@ -30,8 +30,7 @@ def main(argv: list[str], head: str) -> None:
     """
     config_files.importable(Path.cwd())
     if {"-h", "--help", "-help"} & set(argv):
-        config_file = _split(argv)[1] or "configs/vit_24.py"
-        print(usage.text(head, config_file, config_files.load(config_file), config_files.listing()))
+        print(usage.text(head, _split(argv)[1], config_files.summaries()))
         return
     asked = read(argv)
     if asked.mode == "config":
@@ -70,29 +69,31 @@ def carry_out(asked: "Args", words: str) -> None:
     new = asked.mode == "train" and not asked.workdir
     with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
         again = f"The same command with --workdir={workdir}" if new else "The same command"  # the name holds the time
-        twin = _twin(asked, config) if asked.mode == "train" else None
-        run = modes.Run(asked.name, config, workdir, asked.labels, twin)
+        baseline = _baseline(asked, config) if asked.mode == "train" else None
+        run = modes.Run(asked.name, config, workdir, asked.labels, baseline)
         traced, program = asked.profile or 0, None
-        if asked.with_twin:
-            program = modes.checked(run, origin, traced)  # mistakes are told before the twin is trained
-            beside = modes.Run(f"{asked.name}, its twin", twin.config, workdir / "twin", asked.labels)
-            stopped_by = modes.carry_out("train", [beside], words, sink=asked.sink or "", again=again)
+        if asked.with_baseline:
+            program = modes.checked(run, origin, traced)  # mistakes are told before the baseline is trained
+            beside = modes.Run(f"{asked.name}, its baseline", baseline.config, workdir / "baseline", asked.labels)
+            stopped_by = modes.carry_out("train", [beside], words, tracker=asked.tracker or "", again=again)
             if stopped_by:
                 raise Stopped(
-                    f"interrupted by {stopped_by.name} after the last step of the twin. {again} continues.", stopped_by
+                    f"interrupted by {stopped_by.name} after the last step of the baseline. {again} continues.",
+                    stopped_by,
                 )
-        modes.carry_out(asked.mode, [run], words, origin, program, asked.sink or "", traced=traced, again=again)
+        modes.carry_out(asked.mode, [run], words, origin, program, asked.tracker or "", traced=traced, again=again)
 
 
-def _twin(asked: "Args", config: ConfigDict) -> Any:
-    """Return the twin of a run, or None if its config file names none."""
-    if not config.twin:
+def _baseline(asked: "Args", config: ConfigDict) -> Any:
+    """Return the baseline of a run, or None if its config file names none."""
+    if not config.baseline:
         return None
-    from experiments.training import twin
+    from experiments.training import baseline
 
     variant = config_files.split(asked.config_file)[1]
-    config_file = f"{config.twin}:{variant}" if variant and ":" not in config.twin else config.twin
-    return twin.Twin(config_file, twin.of(config, config_files.load(asked.config_file), config_files.load(config_file)))
+    config_file = f"{config.baseline}:{variant}" if variant and ":" not in config.baseline else config.baseline
+    own, other = config_files.load(asked.config_file), config_files.load(config_file)
+    return baseline.Baseline(config_file, baseline.of(config, own, other))
 
 
 def _check(asked: "Args") -> None:
@@ -108,14 +109,14 @@ def _check(asked: "Args") -> None:
     if asked.profile and (mode != "train" or asked.sweep):
         flag = "--sweep" if asked.sweep else f"--mode={mode}"
         raise Mistake(f"--profile={asked.profile} needs a single run that trains: leave out {flag}.")
-    if asked.with_twin and (mode != "train" or asked.sweeping):
-        raise Mistake("--with_twin trains one run and its twin: leave out --sweep, --sweep_index and --mode.")
-    if asked.with_twin and not asked.config.twin:
-        raise Mistake(f"--with_twin: {asked.config_file} names no twin. Write --config.twin=FILE.")
-    if asked.sink:
+    if asked.with_baseline and (mode != "train" or asked.sweeping):
+        raise Mistake("--with_baseline trains one run and its baseline: leave out --sweep, --sweep_index and --mode.")
+    if asked.with_baseline and not asked.config.baseline:
+        raise Mistake(f"--with_baseline: {asked.config_file} names no baseline. Write --config.baseline=FILE.")
+    if asked.tracker:
         if mode != "train":
-            raise Mistake(f"--sink needs a run that trains. With --mode={mode}, leave it out.")
-        sinks.check(asked.sink)
+            raise Mistake(f"--tracker needs a run that trains. With --mode={mode}, leave it out.")
+        trackers.check(asked.tracker)
     if asked.labels and mode != "train":
         raise Mistake(f"--tag and --note need a run that trains. With --mode={mode}, leave them out.")
     if seeds < 1 or seeds > 1 and (not asked.sweep or asked.sweep_index is not None):
@@ -164,11 +165,13 @@ def _sweep(asked: "Args", workdir: Path, words: str) -> None:
 
     def side_by_side(group: list[members.Member], program: modes.Program) -> Any:
         runs = [
-            modes.Run(each.name, each.config, workdir / each.folder, asked.labels, _twin(asked, each.config))
+            modes.Run(each.name, each.config, workdir / each.folder, asked.labels, _baseline(asked, each.config))
             for each in group
         ]
         traced = asked.profile or 0
-        return modes.carry_out("train", runs, words, program=program, sink=asked.sink or "", plans=plans, traced=traced)
+        return modes.carry_out(
+            "train", runs, words, program=program, tracker=asked.tracker or "", plans=plans, traced=traced
+        )
 
     plans: list[Any] = []  # those that runs have shown
     make = lambda member: modes.make_program(member.config)
@@ -253,7 +256,7 @@ def read(argv: list[str]) -> Args:
             raise Mistake("--mode=eval needs --workdir=DIR, the directory of a run.")
         if "--mode=eval" not in words:
             usage.check_flags(words, config_files.load(config_files.names()[0]))
-            raise Mistake(f"--config=FILE is missing: one of {', '.join(config_files.names())}.")
+            raise Mistake("--config=FILE is missing, such as --config=configs/vit_24.py. --help lists them.")
         config, config_file = _recorded(Path(workdir) / "config.json"), Path(workdir).name
     fields = [word.removeprefix("--config.").partition("=")[0] for word in words[1:] if word.startswith("--config.")]
     new = [field for field in fields if _adds_method(config, field)]
@@ -314,7 +317,7 @@ def _flags() -> flags.FlagValues:
     """Return the flags of `usage.FLAGS`, with their defaults."""
     more: dict[str, tuple] = {  # flags that are no texts, or whose default is not ""
         "mode": (flags.DEFINE_enum, "train", usage.FLAGS["mode"][0].split("|")),
-        "sink": (flags.DEFINE_enum, None, list(sinks.SINKS)),
+        "tracker": (flags.DEFINE_enum, None, list(trackers.TRACKERS)),
         "sweep_index": (flags.DEFINE_integer, None),
         "seeds_at_once": (flags.DEFINE_integer, 1),
         "profile": (flags.DEFINE_integer, None),

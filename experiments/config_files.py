@@ -25,10 +25,10 @@ def load(config_file: str) -> ConfigDict:
     """Return the settings of a config file, FILE or FILE:VARIANT. Afterwards the modules beside it can be imported."""
     file, variant = split(config_file)
     if not Path(file).is_file():
-        hint = meant(file, names(), "{}")
-        raise Mistake(f"--config={config_file}: there is no file {file}.{hint} Write one of {', '.join(names())}.")
+        hint = meant(file, names(), "{}") or " --help lists the config files."
+        raise Mistake(f"--config={config_file}: there is no file {file}.{hint}")
     if not file.endswith(".py"):
-        raise Mistake(f"--config={config_file}: a config file is a .py file. Write one of {', '.join(names())}.")
+        raise Mistake(f"--config={config_file}: a config file is a .py file. --help lists those of the repository.")
     importable(Path(file).parent.resolve())
     module = _module(file)
     if not hasattr(module, "get_config"):
@@ -81,7 +81,6 @@ def names() -> list[str]:
     return sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py") if p.stem not in ("common", "__init__"))
 
 
-def listing() -> str:
-    """Return every config file with the first line of its docstring."""
-    first = lambda name: (ROOT / name).read_text().split('"""')[1].strip().partition("\n")[0]
-    return "\n".join(f"  {name:<32}{first(name)}" for name in names())
+def summaries() -> dict[str, str]:
+    """Return the first line of the docstring of every config file."""
+    return {name: (ROOT / name).read_text().split('"""')[1].strip().partition("\n")[0] for name in names()}

@@ -37,7 +37,7 @@ def weights() -> list[tuple[str, nm.Picture]]:
             model = nnx.merge(program.graph, state.params, state.rest, copy=True)
             nm.nnx.set_step(model, step)
             layer = dict(nnx.iter_modules(model))[tuple(int(p) if p.isdigit() else p for p in LAYER.split("/"))]
-            used = nm.prune(layer.nm_site.sparsity.y_w, layer.kernel[:CORNER, :CORNER], axis=0, step=step)
+            used = nm.prune(layer.nm_state.sparsity.y_w, layer.kernel[:CORNER, :CORNER], axis=0, step=step)
             title = f"{wanted[step]:.0%} of the run" if step else "at the start"
             shown.append((title, nm.show(used, axis=0, m=4)))
         state, _ = program.train(state, next(feed))
@@ -79,7 +79,14 @@ def drawn(shown: list[tuple[str, nm.Picture]], bars: dict[str, float], ink: str,
     for i, (title, picture) in enumerate(shown):
         left = 10 + 160 * i
         parts += ["<g stroke='#8886'>", *cells(picture, left, 40, green), "</g>", text(left, 204, title)]
-    parts.append(text(10, 232, "Of every 4 weights of a column, the 2 smaller ones fade to zero. The stronger the colour, the larger the weight."))
+    parts.append(
+        text(
+            10,
+            232,
+            "Of every 4 weights of a column, the 2 smaller ones fade to zero. "
+            "The stronger the colour, the larger the weight.",
+        )
+    )
     parts.append(text(680, 22, "On an H100, as a share of dense", 15, ink))
     for i, (name, share) in enumerate(bars.items()):
         y, width = 40 + 58 * i, 200

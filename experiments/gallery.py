@@ -60,7 +60,7 @@ ONE_RUN = (
 )
 NO_DIFFERENCE = (
     "This page states no difference of the scores, because there is one run of each config file. The report of a run "
-    "compares it with several seeds of its dense twin."
+    "compares it with several seeds of its dense baseline."
 )
 
 
@@ -166,8 +166,8 @@ def rows(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]
     found = [["config file", "what it is", metric.replace("_", " "), "compared with", "effective FLOPs", "time"]]
     for row, (name, run) in zip(comparison.rows, runs.items(), strict=True):
         cost = "" if row.cost is None else f"{row.cost:.3f}"
-        twin = run.about.get("comparison", "").partition("; ")[2]  # as in the run's report: several seeds of the twin
-        found.append([name, sentence(name), score(metric, row.mean), twin, cost, run.lasted])
+        baseline = run.about.get("comparison", "").partition("; ")[2]  # several seeds of it
+        found.append([name, sentence(name), score(metric, row.mean), baseline, cost, run.lasted])
     return found
 
 

@@ -129,8 +129,8 @@ def _section(name: str, page: Path) -> str:
 
 
 def unplaced(text: str, results: Path = RESULTS) -> list[Path]:
-    """Return the files of results that the page has no block for. Times and scores of twins need none."""
-    known = {name for name, _ in BLOCK.findall(text)} | {"twins"}
+    """Return the files of results that the page has no block for. Times and scores of baselines need none."""
+    known = {name for name, _ in BLOCK.findall(text)} | {"recorded_baselines"}
     found = (path for path in sorted(results.glob("*.jsonl")) if not path.stem.startswith("times_"))
     return [path for path in found if path.stem not in known]
 

@@ -4,11 +4,14 @@ import ast
 import io
 import re
 import shlex
+import shutil
+import textwrap
 import tokenize
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from experiments.config_files import load
 from experiments.errors import Mistake, meant
 from experiments.training.digest import flat
 
@@ -21,46 +24,86 @@ KINDS = {
 }  # experiment or objective -> the functions of common.py whose comments describe its config
 OTHERS = ("run", "image", "folder")  # those of any other experiment
 
-FLAGS = {  # flag -> (its values, what it does)
-    "workdir": ("DIR", "the run's directory; without it runs/NAME-TIME"),
-    "mode": ("train|eval|plan|config", "train, score a run, show the plan of the layers, or show the settings"),
-    "from": ("DIR", "begin with the last state of this run"),
-    "sweep": ("", "train all runs of the config file's get_sweep()"),
-    "sweep_index": ("I", "train only run number I of the sweep; with --mode=plan, show its plan"),
-    "seeds_at_once": ("N", "train N runs of the sweep side by side, if they differ only in their seed"),
-    "results": (
-        "FILE",
-        "append a line for every run of the sweep that finished or diverged; runs that have one are not trained",
-    ),
-    "with_twin": ("", "first train the twin (config.twin), to compare with, in the folder twin of the run"),
-    "profile": ("STEPS", "trace this many steps, and show in the report where the time went"),
-    "sink": ("wandb|trackio|mlflow", "send the numbers to this service too"),
-    "tag": ("NAME[,NAME]", "give the run these tags, which its report and the index of runs show"),
-    "note": ("TEXT", "give the run a note, which its report and the index show too"),
-    "distributed": ("auto|off|HOST:PORT,N,I", "make several processes one run; off: each is a run of its own"),
+GROUPS = {  # title -> flag -> (its values, what it does)
+    "the run": {
+        "workdir": ("DIR", "the run's directory; without it runs/NAME-TIME"),
+        "mode": ("train|eval|plan|config", "train, score a run, show the plan of the layers, or show the settings"),
+        "from": ("DIR", "begin with the last state of this run"),
+    },
+    "a sweep: the runs that get_sweep() of the config file lists": {
+        "sweep": ("", "train all runs of the sweep"),
+        "sweep_index": ("I", "train only run number I of the sweep; with --mode=plan, show its plan"),
+        "seeds_at_once": ("N", "train N runs of the sweep side by side, if they differ only in their seed"),
+        "results": (
+            "FILE",
+            "append a line for every run of the sweep that finished or diverged; runs that have one are not trained",
+        ),
+    },
+    "what is recorded": {
+        "with_baseline": ("", "first train config.baseline, to compare with, in the folder baseline/ of this run"),
+        "profile": ("STEPS", "trace this many steps, and show in the report where the time went"),
+        "tracker": ("wandb|trackio|mlflow", "send the numbers to this service too"),
+        "tag": ("NAME[,NAME]", "give the run these tags, which its report and the index of runs show"),
+        "note": ("TEXT", "give the run a note, which its report and the index show too"),
+    },
+    "several machines": {
+        "distributed": ("auto|off|HOST:PORT,N,I", "make several processes one run; off: each is a run of its own"),
+    },
+}
+FLAGS = {name: flag for group in GROUPS.values() for name, flag in group.items()}
+SETTINGS = {
+    "--config=FILE[:VARIANT]": "the config file, and a variant of it, such as smoke or cifar10",
+    "--config.FIELD=VALUE": "another value of a setting; a value with brackets or spaces needs quotes",
 }
 
 
-def text(head: str, config_file: str, config: ConfigDict, config_files: str) -> str:
-    """Return what --help prints.
+def text(head: str, config_file: str | None, config_files: dict[str, str], width: int = 0) -> str:
+    """Return what --help prints: the usage, the flags, and the settings of a config file, or all config files.
 
     Args:
       head: The usage of the command.
-      config_file: The config file whose fields are listed.
-      config: Its settings.
-      config_files: The list of all config files.
+      config_file: The config file whose settings are listed. None lists the config files.
+      config_files: The first line of every config file by its name.
+      width: The number of characters in a line. 0: that of the terminal.
     """
-    flags = {f"--{name}={values}".rstrip("="): words for name, (values, words) in FLAGS.items()}
-    flags = {"--config=FILE": "the config file, also with a variant: FILE:VARIANT", "--config.FIELD=VALUE": "", **flags}
-    flags["--config.FIELD=VALUE"] = "another value of a field; a value with brackets or spaces needs quotes"
-    lines = "\n".join(f"  {flag:38}  {words}" for flag, words in flags.items())
-    other = "--config=FILE --help lists those of another config file"
-    fields = f"fields of {config_file} ({other}):\n{listing(config)}"
-    return f"{head.strip()}\n\nflags:\n{lines}\n\n{fields}\n\nconfig files:\n{config_files}"
+    width = max(60, width or shutil.get_terminal_size().columns)
+    parts = [head.strip(), f"settings:\n{_table(SETTINGS, width)}"]
+    for title, flags in GROUPS.items():
+        own = {f"--{name}={values}".rstrip("="): words for name, (values, words) in flags.items()}
+        parts.append(f"{title}:\n{_table(own, width)}")
+    if config_file is None:
+        parts.append(f"config files:\n{_table(config_files, width)}")
+    else:
+        parts.append(f"settings of {config_file}:\n{_table(fields(load(config_file)), width)}")
+    return "\n\n".join(parts)
+
+
+def _table(rows: dict[str, str], width: int, first: int = 30) -> str:
+    """Return rows of a name and a text, whose lines fit into a width.
+
+    >>> print(_table({"--sweep": "train all runs", "--tag=NAME": "give the run these tags"}, 30, 12))
+      --sweep     train all runs
+      --tag=NAME  give the run
+                  these tags
+    """
+    lines = []
+    for name, words in rows.items():
+        if len(name) + 4 > first:
+            lines.append(f"  {name}")
+            name = ""
+        lines += textwrap.wrap(
+            words, width, initial_indent=f"  {name}".ljust(first), subsequent_indent=" " * first, break_long_words=False
+        )
+    return "\n".join(lines)
 
 
 def listing(config: ConfigDict) -> str:
     """Return the fields of a config, a line each: as the command line writes them, and their comments."""
+    return "\n".join(f"  {setting:38}  {comment}".rstrip() for setting, comment in fields(config).items())
+
+
+def fields(config: ConfigDict) -> dict[str, str]:
+    """Return the comments of the fields of a config, by the words that set each to its value on the command line."""
     kind = "language" if config.get("objective") == "language" else config.experiment
     known = comments(COMMON.read_text(encoding="utf-8"), KINDS.get(kind, OTHERS))
     order = list(known)
@@ -72,7 +115,7 @@ def listing(config: ConfigDict) -> str:
         place = order.index(name) if name in known else max(places, default=len(order)) + 0.5
         setting = f"--config.{name}={quoted(value if isinstance(value, str) else repr(value))}"
         rows.append((place, name, setting, meanings.get(name) or known.get(group, "")))
-    return "\n".join(f"  {setting:38}  {comment}".rstrip() for _, _, setting, comment in sorted(rows))
+    return {setting: comment for _, _, setting, comment in sorted(rows)}
 
 
 def arguments(model: str) -> dict[str, str]:
@@ -151,7 +194,7 @@ def plain(error: str) -> str:
 
 def check_flags(words: list[str], config: ConfigDict) -> None:
     """Refuse a flag that does not exist, and suggest the flag or the field that may be meant."""
-    takes_no_value = {"sweep", "with_twin", "nosweep", "nowith_twin"}
+    takes_no_value = {"sweep", "with_baseline", "nosweep", "nowith_baseline"}
     before = ""  # the flag whose value may come next
     for word in words[1:]:
         name, equals, _ = word.lstrip("-").partition("=")

@@ -52,9 +52,18 @@ from nmjax.recipes import methods as methods
 from nmjax.recipes.table import Recipe as Recipe
 from nmjax.recipes.text import parse as parse, parse_pruner as parse_pruner
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_PARTS = ("analysis", "core", "fusing", "products", "programs", "pruners", "recipes")  # where the names come from
+_PARTS = (
+    "analysis",
+    "core",
+    "fusing",
+    "products",
+    "programs",
+    "pruners",
+    "recipes",
+    "tutorials",
+)  # where the names come from
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "nmjax": (
         "core pruners kernels products recipes analysis programs policies fusing optim oneshot models nnx linen "
-        "checkpoints __init__ __main__"
+        "checkpoints tutorials __init__ __main__"
     ),
     "experiments": (
         "errors files config_files data scale report training load members collected sweep usage command studies bench "
@@ -133,7 +133,7 @@ def test_the_core_does_without_flax():
     users = {
         name.split(".")[1] for name, path in FILES.items() if name.startswith("nmjax.") and "flax" in path.read_text()
     }
-    assert users == {"nnx", "linen", "models", "checkpoints", "__main__"}
+    assert users == {"nnx", "linen", "models", "checkpoints", "tutorials", "__main__"}
 
 
 def test_no_module_has_the_name_of_something_its_package_exports():

@@ -29,6 +29,15 @@ SECONDS = 300  # for a cell, on a machine that does other things beside
 # How far a number may be from the committed one, which is of jax 0.10. Another jax rounds differently, which training
 # amplifies, and keeps fewer bytes for a backward pass.
 RELATIVE, ABSOLUTE = (0.05 if jax.__version__.startswith("0.10.") else 0.15), 0.02
+INSTALL = """\
+# Installs nmjax where it is missing: a wheel beside this notebook (in Colab: upload one), else the clone around it.
+import glob
+import importlib.util
+
+if importlib.util.find_spec("nmjax") is None:
+    source = next(iter(glob.glob("nmjax-*.whl")), "..")
+    %pip install --quiet "{source}[experiments]"
+""".strip()
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)")
 FOREIGN = re.compile(r"(?<![\w<.*)/:])/(?:\w[\w.-]*/)+|\b[A-Z]:\\|\b0x[0-9a-f]{6,}")  # paths of a machine, addresses
 
@@ -111,8 +120,39 @@ def test_what_is_committed_is_short_and_of_no_machine(path):
         assert not FOREIGN.search("\n".join(text for _, text in texts(cell)))
 
 
-def test_there_are_notebooks():
-    assert len(NOTEBOOKS) >= 4
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_is_a_lesson_that_runs_anywhere(path):
+    """It installs what is missing, its helpers are installed, its links lead somewhere, and it is more than setup."""
+    book = nbformat.read(path, as_version=4)
+    code = [cell.source for cell in book.cells if cell.cell_type == "code"]
+    assert code[0] == INSTALL
+    assert "from nmjax import tutorials" in code[1]
+    assert code[1].endswith("\ntutorials.style()")
+    lines = [[line for line in source.splitlines() if line.strip()] for source in code]
+    assert sum(map(len, lines[:2])) < sum(map(len, lines)) / 2
+    links = [link for cell in book.cells for link in re.findall(r"\]\((\.?[^)#\s:]+\.\w+)[^)]*\)", cell.source)]
+    assert any(link.startswith("../docs/") for link in links)
+    assert [link for link in links if not (FOLDER / link).is_file()] == []
+
+
+def test_the_install_cell_does_nothing_where_nmjax_is_and_takes_a_wheel_first(tmp_path, monkeypatch):
+    """The cell is run as Python, with a function in place of %pip."""
+    source = INSTALL.replace("%pip install --quiet ", "pip(f").replace('[experiments]"', '[experiments]")')
+    installed = []
+    run = lambda: exec(source, {"pip": installed.append})
+    monkeypatch.chdir(tmp_path)
+    run()
+    assert installed == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    run()
+    (tmp_path / "nmjax-0.2.0-py3-none-any.whl").touch()
+    run()
+    assert installed == ["..[experiments]", "nmjax-0.2.0-py3-none-any.whl[experiments]"]
+
+
+def test_the_notebooks_are_numbered():
+    assert [path.name.partition("_")[0] for path in NOTEBOOKS] == [f"{n}" for n in range(1, len(NOTEBOOKS) + 1)]
+    assert NOTEBOOKS[0].stem == "1_your_model"
 
 
 def test_texts_are_compared_by_their_numbers():

@@ -3,7 +3,9 @@
 ``python -m tests.wheel_test dist [TAG]`` checks the wheel and the source archive in a folder, before a release.
 """
 
+import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +21,20 @@ import yaml
 import nmjax
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("pyproject.toml", "README.md", "LICENSE")  # the files that the package is built from, besides its own
+BESIDE = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)  # the files that the package is built from, besides its own
+GITHUB = {"GITHUB_REPOSITORY": "example/nmjax", "GITHUB_REF_NAME": f"v{nmjax.__version__}"}  # as in its workflows
+FAST = "not (kernels or processes or notebooks or slow)"
+WHERE = """
+import nmjax
+
+def test_the_installed_package_is_tested():
+    assert "installed" in nmjax.__file__
+"""
 TRY = """
 import nmjax as nm, jax.numpy as jnp
 assert nm.prune(nm.mse(2, 4), jnp.array([1.0, -2.0, 3.0, -4.0])).tolist() == [0.0, 0.0, 3.0, -4.0]
@@ -54,7 +69,7 @@ def check_source(folder: Path, files: set[str]) -> None:
     """Check the only source archive in a folder.
 
     Raises:
-      SystemExit: The archive lacks files of the package, or pyproject.toml, README.md or LICENSE.
+      SystemExit: The archive lacks files of the package, or those of `BESIDE`.
     """
     (source,) = folder.glob("*.tar.gz")
     with tarfile.open(source) as archive:
@@ -75,10 +90,10 @@ def unfit_for_publishing(text: str) -> list[str]:
     """Return the reasons why a package index would show metadata badly: no addresses, or links that lead nowhere."""
     reasons = []
     if not re.search(r"^Project-URL: ", text, re.MULTILINE):
-        reasons.append("pyproject.toml has no [project.urls]: write the addresses of the repository and of the site")
-    links = re.findall(r"\]\((?!https?://|#)([^)]+)\)", text)
+        reasons.append("it has no addresses: build it in a workflow of GitHub, or with GITHUB_REPOSITORY=OWNER/NAME")
+    links = re.findall(r"""(?:\]\(|\b(?:src|srcset|href)=["'])(?!https?://|#)([^)"']+)""", text)
     if links:
-        reasons.append(f"README.md has relative links, which work in the repository only: {', '.join(links)}")
+        reasons.append(f"its README has relative links, which work in the repository only: {', '.join(links)}")
     return reasons
 
 
@@ -99,7 +114,7 @@ def wheel(tmp_path_factory) -> Path:
     for name in BESIDE:
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist")]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    subprocess.run(command, cwd=copy, env=os.environ | GITHUB, check=True, capture_output=True)
     return check(copy / "dist", expected("--cached", "--others", "--exclude-standard"))
 
 
@@ -111,6 +126,24 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 @pytest.mark.processes
 def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     try_in_an_empty_environment(wheel, tmp_path / "environment")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_wheel_passes_tests_outside_of_the_checkout(wheel, tmp_path):
+    """The fast tests of pruners and products, with the installed files."""
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "installed"), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *install], check=True)
+    for folder in ("pruners", "products"):
+        shutil.copytree(ROOT / "tests" / folder, tmp_path / "tests" / folder)
+    for name in ("tests/__init__.py", "conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests" / "where_test.py").write_text(WHERE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", FAST, "tests"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 500
 
 
 @pytest.mark.processes
@@ -137,11 +170,40 @@ def test_the_metadata_names_the_extras(wheel):
     assert "License-Expression: Apache-2.0" in text
 
 
+@pytest.mark.processes
+def test_a_package_index_can_show_the_metadata(wheel):
+    text = metadata(wheel)
+    assert unfit_for_publishing(text) == []
+    assert "Project-URL: Source, https://github.com/example/nmjax" in text
+    assert "Description-Content-Type: text/markdown" in text
+    linked = re.findall(rf"https://github.com/example/nmjax/(?:blob|raw)/v{nmjax.__version__}/([^)#\"'\s]+)", text)
+    assert len(linked) > 5
+    assert [path for path in linked if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("[a](docs/index.md#b)", "[a](https://h/r/blob/v1/docs/index.md#b)"),
+        ("![a](b.svg)", "![a](https://h/r/raw/v1/b.svg)"),
+        ("[![a](b.svg)](c.md)", "[![a](https://h/r/raw/v1/b.svg)](https://h/r/blob/v1/c.md)"),
+        ('<source srcset="b.svg"><img src="c.svg">', '<source srcset="https://h/r/raw/v1/b.svg"><img src="https://h/r/raw/v1/c.svg">'),
+        ('<a href="c.md">', '<a href="https://h/r/blob/v1/c.md">'),
+        ("[a](https://b) [c](#d) f(x)[0](y)", "[a](https://b) [c](#d) f(x)[0](https://h/r/blob/v1/y)"),
+    ],
+)  # fmt: skip
+def test_links_of_the_readme_become_absolute(written, shown):
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.absolute(written, "https://h/r", "v1") == shown
+
+
 def test_a_release_needs_addresses():
     good = "Name: nmjax\nProject-URL: Source, https://example.org\n\n[docs](https://example.org/docs) [here](#here)"
     assert unfit_for_publishing(good) == []
     without, relative = unfit_for_publishing("Name: nmjax\n\nSee [docs](docs/index.md).")
-    assert "has no [project.urls]" in without
+    assert "it has no addresses" in without
     assert relative.endswith("docs/index.md")
 
 

@@ -1,4 +1,7 @@
-"""The command that writes the report of a run, the comparison of some, or the index of all."""
+"""The command that writes the report of a run, the comparison of some, or the index of all.
+
+In the root of the repository: ``python -m experiments.report``. Elsewhere: ``python REPOSITORY/experiments/report``.
+"""
 
 import argparse
 import errno
@@ -6,6 +9,9 @@ import gc
 import os
 import sys
 from pathlib import Path
+
+if not __package__:  # the folder is run, and Python searches modules in it
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from experiments.errors import Failed, Mistake, visible
 from experiments.files import FULL, replace, text

@@ -99,7 +99,7 @@ def groups(runs: list[Run]) -> list[Group]:
     """
     by_config: dict[str, Group] = {}
     for run in runs:
-        config = {name: value for name, value in flat(run.config) if name != "twin"} | began_with(run)
+        config = {name: value for name, value in flat(run.config) if name != "baseline"} | began_with(run)
         seed = config.pop("seed", 0)
         if not isinstance(seed, int):
             raise Mistake(f'{run.path / "config.json"} cannot be compared: "seed" has to be an integer.')

@@ -21,7 +21,7 @@ from experiments.report.templates import FOLDER, fill
 from experiments.report.words import duration, large, moment, number, percent, score
 
 MARKS = {"run.json", "metrics.jsonl", "run.lock"}  # a folder with one of these files is that of a run
-TWIN = "twin"  # the folder, in the folder of a run, of the twin that --with_twin trains
+BASELINE = "baseline"  # the folder, in the folder of a run, of the baseline that --with_baseline trains
 FIELDS = 6  # how many of the fields that differ are shown
 TITLE = "nmjax · an index"
 SCRIPT = FOLDER / "index.js"
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched.
+    """Return the folders of runs below a folder, in order. Inside a run only its baseline is searched.
 
     Links are not followed.
     """
@@ -78,7 +78,7 @@ def find(folder: Path) -> list[Path]:
     for place, folders, files in os.walk(folder):
         if Path(place) != folder and not MARKS.isdisjoint(files):
             found.append(Path(place))
-            folders[:] = [name for name in folders if name == TWIN]
+            folders[:] = [name for name in folders if name == BASELINE]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     return found
 
@@ -159,8 +159,8 @@ def _differences(runs: list[Run]) -> list[list[str]]:
 
 
 def _fields(run: Run) -> dict[str, Any]:
-    """Return the config of a run by dotted names, without the seed, the twin, and epochs that steps override."""
-    unused = ("seed", "twin", "epochs") if run.config.get("steps") else ("seed", "twin")
+    """Return the config of a run by dotted names, without the seed, the baseline, and epochs that steps override."""
+    unused = ("seed", "baseline", "epochs") if run.config.get("steps") else ("seed", "baseline")
     try:
         return {name: value for name, value in flat(run.config) if name not in unused} | began_with(run)
     except RecursionError:  # no run writes such a config

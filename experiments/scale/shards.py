@@ -99,7 +99,7 @@ def of_state(state: Any, model: nnx.Module, mesh: Mesh) -> Any:
       mesh: The devices.
     """
     kernels = {layer.kernel_path: _cut_kernel(layer, mesh) for layer in layers(model)}
-    cuts = kernels | _cut_others(model, mesh, kernels) | _cut_sites(model, kernels)
+    cuts = kernels | _cut_others(model, mesh, kernels) | _cut_states(model, kernels)
 
     def place(path, leaf):  # the first names may be those of the state, and the others are a path in the model
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
@@ -200,7 +200,7 @@ def _cut_others(model: nnx.Module, mesh: Mesh, kernels: Iterable[str]) -> dict[s
     return cuts
 
 
-def _cut_sites(model: nnx.Module, kernels: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[str | None, ...]]:
+def _cut_states(model: nnx.Module, kernels: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[str | None, ...]]:
     """Cut what a sparse layer holds as its kernel is cut, along the axes of the same size."""
     paths, cuts = {id(node): path for path, node in nnx.iter_graph(model)}, {}
     for layer in layers(model):

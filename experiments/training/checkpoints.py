@@ -3,8 +3,8 @@
 `orbax.checkpoint.CheckpointManager` writes them in the background, commits each by a rename, and removes old ones. It
 does not notice a bit that has flipped, so a file of checksums is written among the others before the commit::
 
-    checkpoints/40/state/       the state after 40 steps
-    checkpoints/40/seal.json    its seal: checksums of the files of the state, and of itself
+    checkpoints/40/state/            the state after 40 steps
+    checkpoints/40/checksums.json    checksums of the files of the state, and of itself
 
 The last two checkpoints and the best one are kept. A damaged checkpoint is renamed to `unreadable-40`, and the run
 continues from the last valid one.
@@ -31,42 +31,42 @@ from experiments.errors import Failed
 from experiments.files import FULL, of_json, replace, text
 from experiments.scale import processes
 
-SEAL = "seal.json"
-PARTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "state", SEAL}  # of a checkpoint
+CHECKSUMS = "checksums.json"
+PARTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "state", CHECKSUMS}  # of a checkpoint
 BEING_WRITTEN = ".orbax-checkpoint-tmp"  # ends the name of a folder that Orbax has not committed
 
 
-class Seal(NamedTuple):
-    """What a checkpoint says of itself."""
+class Checksums(NamedTuple):
+    """The content of the file of checksums of a checkpoint. A checkpoint that has this file is complete."""
 
     best: bool  # it was the best when it was saved
     pending: list[dict]  # figures of the steps since the last line of metrics
-    checksums: dict[str, int]  # a checksum of every file of the state
+    files: dict[str, int]  # the CRC-32 of every file of the state
 
 
-def seal(folder: Path, best: bool, pending: list[dict]) -> None:
-    """Seal a checkpoint whose state is written."""
+def write_checksums(folder: Path, best: bool, pending: list[dict]) -> None:
+    """Write the file of checksums of a checkpoint whose state is written."""
     files = sorted(file for file in (folder / "state").rglob("*") if file.is_file())
-    made = Seal(best, pending, {str(file.relative_to(folder)): _checksum(file) for file in files})
-    replace(folder / SEAL, json.dumps({**made._asdict(), "own": _own(made._asdict())}))
+    made = Checksums(best, pending, {str(file.relative_to(folder)): _checksum(file) for file in files})
+    replace(folder / CHECKSUMS, json.dumps({**made._asdict(), "own": _own(made._asdict())}))
 
 
-def read_seal(folder: Path) -> Seal | None:
-    """Return the seal of a checkpoint, or None if it cannot be read."""
+def read_checksums(folder: Path) -> Checksums | None:
+    """Return the content of the file of checksums of a checkpoint, or None if it cannot be read."""
     try:
-        content = of_json(text(folder / SEAL))
-        whole = content["own"] == _own(content) and content["checksums"]
-        return Seal(*(content[name] for name in Seal._fields)) if whole else None
+        content = of_json(text(folder / CHECKSUMS))
+        whole = content["own"] == _own(content) and content["files"]
+        return Checksums(*(content[name] for name in Checksums._fields)) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def damage(folder: Path) -> str:
-    """Return in words how the files of a checkpoint differ from its seal, or "" if they do not."""
-    sealed = read_seal(folder)
-    if sealed is None:
-        return "its seal cannot be read"
-    for name, wanted in sealed.checksums.items():
+    """Return in words how the files of a checkpoint differ from its checksums, or "" if they do not."""
+    written = read_checksums(folder)
+    if written is None:
+        return f"{CHECKSUMS} cannot be read"
+    for name, wanted in written.files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
         if _checksum(folder / name) != wanted:
@@ -78,13 +78,13 @@ def steps(workdir: Path, best: bool = False) -> list[int]:
     """Return the steps of all checkpoints of a run, in order; with `best`, of those that were the best when saved."""
     folders = [path.parent for path in (workdir / "checkpoints").glob("*/state")]
     found = sorted(int(folder.name) for folder in folders if folder.name.isdecimal() and not folder.is_symlink())
-    sealed = lambda step: read_seal(workdir / "checkpoints" / str(step))
-    return [step for step in found if (seal := sealed(step)) and seal.best] if best else found
+    written = lambda step: read_checksums(workdir / "checkpoints" / str(step))
+    return [step for step in found if (sums := written(step)) and sums.best] if best else found
 
 
 def _own(content: Mapping[str, Any]) -> int:
-    """Return the checksum of a seal itself."""
-    return zlib.crc32(json.dumps([content[name] for name in Seal._fields]).encode())
+    """Return the checksum of the file of checksums itself."""
+    return zlib.crc32(json.dumps([content[name] for name in Checksums._fields]).encode())
 
 
 def _checksum(path: Path) -> int:
@@ -130,7 +130,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # of a process that was killed
             lightweight_initialize=True,
             save_root_metadata=False,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
         )
         handlers = {"state": ocp.PyTreeCheckpointHandler()}
         return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
@@ -154,7 +154,7 @@ class Checkpoints:
         1. The checkpoint before this one is finished: `wait`.
         2. Orbax copies the state to the host.
         3. All processes write it to a folder of another name.
-        4. Process 0 puts the seal into it, and Orbax gives it its name: this commits it.
+        4. Process 0 writes the file of checksums into it, and Orbax gives it its name: this commits it.
         5. Orbax removes old checkpoints: `should_preserve`.
 
         A run that is killed at any moment therefore leaves valid checkpoints, and what is left of others.
@@ -180,11 +180,11 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             self._failed(step, error)
 
-    def _seal(self) -> None:
-        """Seal what is written. Orbax calls this in process 0, before the commit."""
+    def _complete(self) -> None:
+        """Write the file of checksums. Orbax calls this in process 0, before the commit."""
         assert self._writing is not None
         step, pending, best = self._writing
-        seal(self.directory / f"{step}{BEING_WRITTEN}", best, pending)
+        write_checksums(self.directory / f"{step}{BEING_WRITTEN}", best, pending)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Tell Orbax which checkpoints stay, the new one among them: the last two, the best, and what is not the run's.
@@ -298,12 +298,12 @@ class Checkpoints:
             raise Failed(f"{self._path(step)} holds no state of this {owner}: {reason}") from error
 
     def _last_valid(self, best: bool, rename_damaged: bool) -> tuple[int, list[dict]]:
-        """Return the step of the last valid checkpoint and the metrics in its seal, or step 0 if there are none."""
+        """Return the step of the last valid checkpoint and the metrics that it holds, or step 0 if there is none."""
         found = steps(self.workdir, best)
         for step in reversed(found):
             damaged = damage(self._path(step))
-            if not damaged and (sealed := read_seal(self._path(step))):
-                return step, sealed.pending
+            if not damaged and (written := read_checksums(self._path(step))):
+                return step, written.pending
             moved = f" It was renamed to {self._rename_damaged(step)}." if rename_damaged else ""
             self._report(f"The checkpoint of step {step:,} is damaged: {damaged}.{moved}")
         if found:
@@ -335,7 +335,7 @@ def _is_own(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    return names <= PARTS and (SEAL not in names or read_seal(folder) is not None)
+    return names <= PARTS and (CHECKSUMS not in names or read_checksums(folder) is not None)
 
 
 def _compare(stored: Any, wanted: Any) -> None:

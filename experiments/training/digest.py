@@ -27,9 +27,9 @@ class Identity(NamedTuple):
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """The fields that decide what a run computes: all but its twin, and what changes only rounding: the mesh, and
-        whether the model is lean."""
-        others = ("twin", "model.lean")
+        """The fields that decide what a run computes: all but its baseline, and what changes only rounding: the mesh,
+        and whether the model is lean."""
+        others = ("baseline", "model.lean")
         return {
             name: value for name, value in self.fields.items() if name not in others and not name.startswith("mesh.")
         }

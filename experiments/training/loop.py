@@ -14,7 +14,7 @@ from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.report.words import milliseconds
 from experiments.scale import processes, shards
 from experiments.scale.signals import Stop
-from experiments.training import device, digest, settings, twin
+from experiments.training import baseline, device, digest, settings
 from experiments.training.checkpoints import Checkpoints, Restored
 from experiments.training.meter import Meter, fetched, mean, supplied
 from experiments.training.phases import Phases
@@ -240,7 +240,7 @@ class Loop:
             pictures = self.program.one.pictures(self.program.part(self.state, i))
             flops, validated = self.flops(step), self.scores[i].items() if self.task.validates else ()
             measured = self.measured(i)
-            comparison = twin.comparison(run.twin, run.workdir, self.task.metric, tests[i], flops, measured)
+            comparison = baseline.comparison(run.baseline, run.workdir, self.task.metric, tests[i], flops, measured)
             early = [("stopped early", f"after step {step:,} of {self.total:,}")] if step < self.total else []
             figures = tests[i] | {f"validation_{name}": value for name, value in validated}
             about = {"comparison": comparison, "steps": step, "flops": flops, "measured": measured, "figures": figures}

@@ -44,7 +44,7 @@ def check(config: ConfigDict, name: str) -> None:
 
 def carry_out(
     mode: str, runs: list[Run], command: str, origin: Path | None = None, program: Program | None = None,
-    sink: str = "", plans: list[Plan] | None = None, traced: int = 0, again: str = "The same command",
+    tracker: str = "", plans: list[Plan] | None = None, traced: int = 0, again: str = "The same command",
 ) -> signal.Signals | None:  # fmt: skip
     """Train, evaluate or plan a run; or train several runs side by side that differ in their seed alone.
 
@@ -54,7 +54,7 @@ def carry_out(
       command: The command line, for run.json.
       origin: Directory of a run whose last state is the first state of this one.
       program: The program of another run that differs in its seed alone. Without it one is made.
-      sink: Name of the service that gets the numbers of the runs, or "".
+      tracker: Name of the service that gets the numbers of the runs, or "".
       plans: The plans that earlier runs of a sweep have shown. They are not shown again, and a new one is added.
       traced: The number of steps that a profile traces, or 0.
       again: Words for the command that continues the runs, if they are interrupted.
@@ -92,7 +92,7 @@ def carry_out(
         if mode == "eval":
             evaluate(runs[0], program, screen)
             return None
-        return train(runs, program, screen, _about(program, command, facts), again, began, origin, sink, profile)
+        return train(runs, program, screen, _about(program, command, facts), again, began, origin, tracker, profile)
 
 
 def checked(run: Run, origin: Path | None, traced: int) -> Program:
@@ -174,7 +174,7 @@ def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict
 
 def train(
     runs: list[Run], program: Program, screen: Screen, about: dict, again: str, began: float, origin: Path | None,
-    sink: str, profile: Profile,
+    tracker: str, profile: Profile,
 ) -> signal.Signals | None:  # fmt: skip
     """Train runs side by side: open their directories, run the loop, and close them with their reports.
 
@@ -183,7 +183,7 @@ def train(
     going = dict(enumerate(runs))  # the loop takes out those that fail
     abouts = [about | _lasting(run, about, origin) for run in runs]
     with Stop() as stop:
-        _open(runs, program, screen, abouts, sink)
+        _open(runs, program, screen, abouts, tracker)
         try:
             with processes.at_end(lambda reason: _close_failed(going, reason)), profile:
                 Loop(program, going, screen, stop, began, profile).run(origin)
@@ -208,11 +208,11 @@ def train(
     return processes.agreed(lambda: stop.signal)
 
 
-def _open(runs: list[Run], program: Program, screen: Screen, abouts: list[dict], sink: str) -> None:
+def _open(runs: list[Run], program: Program, screen: Screen, abouts: list[dict], tracker: str) -> None:
     """Begin to write to the directories of the runs."""
     for run, about in zip(runs, abouts, strict=True):
         beside = [other.name for other in runs if other is not run]
-        run.open(about | {"trained_with": beside} if beside else about, program, screen, sink)
+        run.open(about | {"trained_with": beside} if beside else about, program, screen, tracker)
     with processes.at_end(lambda reason: _close_failed(dict(enumerate(runs)), reason)):
         _refuse_unshared(runs[0].workdir)
 

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("nmjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def now() -> str:
@@ -18,7 +18,10 @@ def now() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+    import nmjax  # with all of JAX
+
+    own = {"python": platform.python_version(), "nmjax": nmjax.__version__}  # an editable install may name an older one
+    return own | {name: metadata.version(name) for name in PACKAGES}
 
 
 def machine() -> dict[str, str | int]:

@@ -1,4 +1,4 @@
-"""A run's directory: config.json, run.json, the plan, the metrics, the report; and a sink beside it."""
+"""A run's directory: config.json, run.json, the plan, the metrics, the report; and a tracker beside it."""
 
 import contextlib
 import io
@@ -19,12 +19,12 @@ from experiments import report
 from experiments.errors import Failed, Mistake
 from experiments.files import DRAFTS, lines, of_json, remove_drafts, replace, text, writable
 from experiments.report.runs import at_once, is_line
-from experiments.scale import sinks
+from experiments.scale import trackers
 from experiments.training import board, checkpoints, digest, lock, provenance
 from experiments.training.digest import Identity
 from experiments.training.events import Events, Pieces
 
-FOLDERS = ("checkpoints", "model", "profile", "tensorboard", "twin")  # of a run's directory
+FOLDERS = ("baseline", "checkpoints", "model", "profile", "tensorboard")  # of a run's directory
 FILES = (  # likewise
     "config.json", "metrics.jsonl", "pictures.npz", "plan.html", "plan.txt", "report.html", "run.json", "run.lock",
     "text.json",
@@ -45,12 +45,12 @@ class Record:
       about: What run.json says of the run, beside the times, the outcome and the versions.
       plan: The plan of the model.
       tell: Shows a line to the person who watches the run.
-      sink: Name of the service that gets the same numbers, or "". run.json keeps the id that the run has there.
+      tracker: Name of the service that gets the same numbers, or "". run.json keeps the id that the run has there.
     """
 
     def __init__(
         self, workdir: Path, identity: Identity, about: dict, plan: Any, tell: Callable[[str], None] = print,
-        sink: str = "",
+        tracker: str = "",
     ):  # fmt: skip
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
@@ -75,8 +75,8 @@ class Record:
         self._identity, self._tell, self._began = identity, tell, time.monotonic()
         self._lines: Pieces | None = None
         self._events: Events | None = None
-        self._sink = sink
-        self._sender: sinks.Sender | None = None
+        self._tracker = tracker
+        self._sender: trackers.Sender | None = None
         self._step = 0  # of the last line
         self._tell_once = True  # if a report cannot be written
         self._showing = 0.0  # seconds spent on reports while the run goes on
@@ -99,19 +99,19 @@ class Record:
         self._events.text(step, "command", board.block(self.about.get("command", "")))
         self._events.text(step, "config", board.block(self._identity.text))
         self._began -= max((line.get("seconds", 0.0) for line in kept), default=0.0)
-        if self._sink:
-            self._open_sink(step)
+        if self._tracker:
+            self._open_tracker(step)
         if not kept:  # without figures a page takes no time
             self.show()
             self._showing = 0.0
 
-    def _open_sink(self, step: int) -> None:
-        """Send to the sink from a step on. A run that continues keeps its id; a run that starts gets a new one."""
+    def _open_tracker(self, step: int) -> None:
+        """Send to the tracker from a step on. A run that continues keeps its id; a run that starts gets a new one."""
         before = self.about["sent"] if step else {}
-        self.about["sent"] = {self._sink: secrets.token_hex(4)} | before
+        self.about["sent"] = {self._tracker: secrets.token_hex(4)} | before
         self._write_about()
-        run = sinks.Run(self.about["sent"][self._sink], self.dir, self._identity.fields)
-        self._sender = sinks.Sender(self._sink, run, self._tell)
+        run = trackers.Run(self.about["sent"][self._tracker], self.dir, self._identity.fields)
+        self._sender = trackers.Sender(self._tracker, run, self._tell)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Write a line of metrics. Lines that a full disk does not take are kept until it does.
@@ -154,7 +154,7 @@ class Record:
         Args:
           summary: Rows (label, text).
           about: What run.json says of the end: "figures", the scores by name, with "validation_" in front of those of
-            the validation split; "comparison", a text that compares the run with its twin; "steps", "flops" and
+            the validation split; "comparison", a text that compares the run with its baseline; "steps", "flops" and
             "measured".
           pictures: Arrays and texts, as the task's `pictures` returns them.
         """
@@ -267,7 +267,7 @@ def check(workdir: Path, identity: Identity) -> None:
 def _refuse_foreign(workdir: Path, identity: Identity) -> None:
     """Refuse a directory that holds more than what a process leaves that was killed before it wrote run.json."""
     begun = (workdir / "config.json").is_file() and digest.recorded(workdir).lasting == identity.lasting
-    known = {*FILES, *FOLDERS} if begun else {lock.NAME, "twin"}  # a twin is trained first
+    known = {*FILES, *FOLDERS} if begun else {lock.NAME, "baseline"}  # a baseline is trained first
     known |= {p.name for p in workdir.glob(DRAFTS)} | {p.name for p in workdir.glob(f"*{ASIDE}") if begun}
     foreign = sorted(p.name for p in workdir.iterdir() if p.name not in known)
     if foreign:
@@ -308,7 +308,7 @@ def complete(workdir: Path, given: dict[str, Any]) -> None:
 
     Args:
       workdir: The run's directory.
-      given: New tags, a new note, or a new comparison with its twin.
+      given: New tags, a new note, or a new comparison with its baseline.
     """
     about = read(workdir) or {}
     changed = about | given != about

@@ -9,12 +9,12 @@ from ml_collections import ConfigDict
 
 from experiments.errors import Diverged, Stopped
 from experiments.scale import processes
-from experiments.training import checkpoints, digest, lock, record, twin as twins
+from experiments.training import baseline as baselines, checkpoints, digest, lock, record
+from experiments.training.baseline import Baseline
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 from experiments.training.record import Record, Silent
 from experiments.training.screen import Screen
-from experiments.training.twin import Twin
 
 
 class Run:
@@ -25,7 +25,7 @@ class Run:
       config: All settings of the run.
       workdir: The run's directory.
       labels: The tags and the note that it gets.
-      twin: The run that it is compared with, if its config file names one.
+      baseline: The run that it is compared with, if its config file names one.
     """
 
     record: Record | Silent
@@ -33,9 +33,9 @@ class Run:
 
     def __init__(
         self, name: str, config: ConfigDict, workdir: Path, labels: dict[str, Any] | None = None,
-        twin: Twin | None = None,
+        baseline: Baseline | None = None,
     ):  # fmt: skip
-        self.name, self.config, self.workdir, self.labels, self.twin = name, config, workdir, labels or {}, twin
+        self.name, self.config, self.workdir, self.labels, self.baseline = name, config, workdir, labels or {}, baseline
         self.identity = digest.identity(config)
         self.pending: list[dict] = []  # figures of the steps since the last line of metrics
         self.best: tuple[int, float] | None = None  # the step and the score of the best evaluation so far
@@ -57,24 +57,24 @@ class Run:
             yield
 
     def comparison(self, about: dict) -> dict[str, str]:
-        """Return what run.json says of a finished run beside its twin, if it has one."""
-        if self.twin is None or "figures" not in about:
+        """Return what run.json says of a finished run beside its baseline, if it has one."""
+        if self.baseline is None or "figures" not in about:
             return {}
         told = (about["metric"], about["figures"], about["flops"], about["measured"])
-        return {"comparison": twins.comparison(self.twin, self.workdir, *told)}
+        return {"comparison": baselines.comparison(self.baseline, self.workdir, *told)}
 
-    def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:
+    def open(self, about: dict, program: Program, screen: Screen, tracker: str) -> None:
         """Begin to write to the run's directory.
 
         Args:
           about: What run.json says of the run.
           program: The program of the run.
           screen: Shows what goes wrong with writing.
-          sink: Name of the service that gets the run's numbers, or "".
+          tracker: Name of the service that gets the run's numbers, or "".
         """
         if processes.first():
             about = {"name": self.name, **about, **self.labels}
-            self.record = Record(self.workdir, self.identity, about, program.plan, screen.line, sink)
+            self.record = Record(self.workdir, self.identity, about, program.plan, screen.line, tracker)
         else:
             self.record = Silent()
         self.checkpoints = Checkpoints(self.workdir, screen.line)

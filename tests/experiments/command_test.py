@@ -79,11 +79,12 @@ BERT = "tests/checkpoints/golden/bert"
 RESULTS = "needs a sweep that trains. Add --sweep or --sweep_index=N, and leave out --mode=plan"
 SEEDS = "--seeds_at_once=.: write at least 1. A number above 1 needs --sweep, and cannot be combined"
 TRAINS = "--sweep and --sweep_index train: leave out --from and --mode"
-TWIN = "leave out --sweep, --sweep_index and --mode"
+BASELINE = "leave out --sweep, --sweep_index and --mode"
 
 MISTAKES = {  # config file -> words of a command, and what is said
     "": [
-        ("", r"--config=FILE is missing: one of .*configs/vit_24.py"),
+        ("--mode=plan", "--config=FILE is missing, such as --config=configs/vit_24.py. --help lists them"),
+        ("--config=nothing.py", "there is no file nothing.py. --help lists the config files"),
         ("--config=configs/vit24.py", r"no file configs/vit24.py. Did you mean configs/vit_24.py\?"),
         ("--config=README.md", "a config file is a .py file"),
         ("--config=configs/vit_24.py:cifar", r"vit_24.py, line \d+: ValueError: there is no variant 'cifar'"),
@@ -108,7 +109,7 @@ MISTAKES = {  # config file -> words of a command, and what is said
         ("--config.sparsity.mlp=s_ste(2,4)", r"no rule uses 'mlp'. Also write --config.rules=.* one of blocks\."),
         # flags
         ("--mode=trian", "--mode=trian: value should be one of"),
-        ("--sink=wandbb", "--sink=wandbb: value should be one of <wandb.trackio.mlflow>"),
+        ("--tracker=wandbb", "--tracker=wandbb: value should be one of <wandb.trackio.mlflow>"),
         ("--profile=0", "--profile=0: 0 is not a positive integer"),
         ("--profile=2.5", "profile"),
         ("--wrokdir=x", r"there is no flag --wrokdir. Did you mean --workdir\?"),
@@ -125,7 +126,7 @@ MISTAKES = {  # config file -> words of a command, and what is said
         # flags that do not go together
         ("--mode=eval", "--mode=eval needs --workdir"),
         ("--mode=plan --tag=x", "--tag and --note need a run that trains. With --mode=plan"),
-        ("--mode=plan --sink=wandb", "--sink needs a run that trains. With --mode=plan, leave it out."),
+        ("--mode=plan --tracker=wandb", "--tracker needs a run that trains. With --mode=plan, leave it out."),
         ("--mode=plan --sweep", TRAINS),
         ("--sweep_index=99", r"--sweep_index=99: the sweep has \d+ runs, from 0 to"),
         ("--seeds_at_once=2", SEEDS),
@@ -137,10 +138,10 @@ MISTAKES = {  # config file -> words of a command, and what is said
         ("--sweep --results=tests", "--results=tests is a folder. Write the name of a file, such as tests/all"),
         ("--sweep --results=results.jsonl", r"a sweep writes its own file of this name.* such as all\.jsonl\."),
         ("--sweep --results=/proc/all.jsonl", r"--results=/proc/all\.jsonl cannot be written"),
-        ("--with_twin --config.twin=", "names no twin. Write --config.twin=FILE"),
-        ("--with_twin --mode=plan", TWIN),
-        ("--with_twin --sweep", TWIN),
-        ("--with_twin --config.twin=configs/vit_dens.py", "Did you mean configs/vit_dense.py"),
+        ("--with_baseline --config.baseline=", "names no baseline. Write --config.baseline=FILE"),
+        ("--with_baseline --mode=plan", BASELINE),
+        ("--with_baseline --sweep", BASELINE),
+        ("--with_baseline --config.baseline=configs/vit_dens.py", "Did you mean configs/vit_dense.py"),
         ("--profile=2 --mode=plan", "needs a single run that trains: leave out --mode=plan"),
         ("--profile=2 --mode=eval --workdir=configs", "needs a single run that trains: leave out --mode=eval"),
         ("--profile=2 --sweep", "needs a single run that trains: leave out --sweep"),
@@ -250,7 +251,7 @@ def test_runs_side_by_side_need_a_single_process(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--nosweep", "--nowith_twin"],
+        ["--nosweep", "--nowith_baseline"],
         ["--config.seed", "3", "-config.batch=4", "-workdir=x"],
         ["--note", "--wow", "--tag=--x", "--sweep", "--workdir", "--abc"],
     ],
@@ -281,15 +282,19 @@ def test_a_mistake_in_a_config_file_is_told_with_its_line(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("words", "code"), [([], 2), ([f"--config={CONFIG_FILE}", "--config.bach=3"], 2), (["--help"], 0)]
+    ("words", "code", "errors", "said"),
+    [
+        ([], 2, 0, "python launch.py --help\n"),
+        ([f"--config={CONFIG_FILE}", "--config.bach=3"], 2, 1, ""),
+        (["--help"], 0, 0, "--mode=train|eval|plan"),
+    ],
 )
-def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code):
+def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code, errors, said):
     done = subprocess.run([sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=config_files.ROOT)
-    assert done.returncode == code
-    assert len(done.stderr.splitlines()) == (code != 0)
-    if not code:
-        assert "configs/vit_24.py" in done.stdout
-        assert "--mode=train|eval|plan" in done.stdout
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, errors)
+    assert said in done.stdout
+    assert bool(done.stdout) == bool(said)
+    assert len(done.stdout.splitlines()) < 25 or words  # without arguments, a page
 
 
 def test_every_config_file_says_what_it_is_and_how_to_run_it():

@@ -45,7 +45,7 @@ def train(folder: Path, *words: str) -> Path:
     for step, best in {4: False, 8: True, 12: False}.items():
         path = folder / "run" / "checkpoints" / str(step)
         if path.exists():
-            saved.seal(path, best, [])
+            saved.write_checksums(path, best, [])
     return folder / "run"
 
 
@@ -284,7 +284,7 @@ def test_what_is_no_run_is_refused_in_one_line(trained, tmp_path):
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
     refused("checkpoint='first' is not known. .*Write one of best, last", checkpoint="first")
     for path in (workdir / "checkpoints").iterdir():
-        saved.seal(path, False, [])
+        saved.write_checksums(path, False, [])
     refused(r"run holds no best checkpoint: .* Write checkpoint='last'", checkpoint="best")
     config = (workdir / "config.json").read_text()
     change(workdir, "model", {"depth": 2})

@@ -1,8 +1,10 @@
-"""Doors for others: a pruner, a model, a data set and a task in a folder outside the repository: those of the pages."""
+"""Code of others: a pruner, a model, a data set and a task in a folder outside the repository: those of the pages."""
 
 import doctest
 import json
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -169,3 +171,14 @@ def test_results_and_reports_import_nothing(outside):
     (outside / "run" / "config.json").write_text(read("mixer.py", "model.name=evil:Boom").to_json_best_effort())
     assert "evil:Boom" in report.write(outside / "run").read_text()
     assert "evil" not in sys.modules
+
+
+@pytest.mark.processes
+def test_a_report_is_written_in_any_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"name": "x"}')
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, config_files.ROOT / "experiments" / "report", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=elsewhere, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "run/report.html"), done.stderr
+    assert (tmp_path / "run" / "report.html").is_file()

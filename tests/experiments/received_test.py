@@ -94,7 +94,7 @@ def test_only_regular_files_of_a_run_are_read(tmp_path, name, kind):
 def test_other_readers_of_a_run_wait_for_no_pipe_follow_no_link_and_have_a_limit(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(files, "LONGEST", 1 << 20)
     (tmp_path / "secret").write_text("{}")
-    for name in ("run.json", "config.json", "metrics.jsonl", "seal.json"):
+    for name in ("run.json", "config.json", "metrics.jsonl", "checksums.json"):
         if kind == "pipe":
             os.mkfifo(tmp_path / name)
         elif kind == "link":
@@ -104,7 +104,7 @@ def test_other_readers_of_a_run_wait_for_no_pipe_follow_no_link_and_have_a_limit
                 file.truncate(1 << 36)
     why = "it (is not a regular|is a link|has more than)"
     assert record.read(tmp_path) is None
-    assert checkpoints.read_seal(tmp_path) is None
+    assert checkpoints.read_checksums(tmp_path) is None
     with pytest.raises(Mistake, match=rf"config.json is damaged: {why}"):
         digest.recorded(tmp_path)
     with pytest.raises(Mistake, match=rf"metrics.jsonl cannot be read: {why}"):

@@ -340,7 +340,7 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
             with pytest.raises(Stopped):
                 command.main([*words, f"--sweep_index={seed}"], "")
     assert [about(runs / f"seed={seed}")["outcome"] for seed in range(4)] == ["interrupted"] * 4
-    (runs / "seed=0" / "checkpoints" / "1" / "seal.json").write_text("{}")
+    (runs / "seed=0" / "checkpoints" / "1" / "checksums.json").write_text("{}")
     with pytest.raises(Failed, match="1 of the runs failed: seed=0"):  # as it would alone
         command.main([*words, "--sweep", "--seeds_at_once=2"], "")
     command.main([*words, "--sweep", "--seeds_at_once=2"], "")

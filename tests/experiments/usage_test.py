@@ -46,16 +46,32 @@ def test_the_settings_that_are_printed_give_the_config_again(config_file):
     assert again.to_dict() == config.to_dict()
 
 
-def test_help_has_every_flag_and_the_fields_of_the_config(capsys):
-    command.main(["launch.py", "--help", "--config=configs/gpt_24.py"], "The usage.")
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("config_file", ["", "configs/gpt_24.py"])
+def test_help_has_every_flag_and_fits_the_terminal(config_file, width, capsys, monkeypatch):
+    """And the fields of the config file, or the config files if none is given."""
+    monkeypatch.setenv("COLUMNS", f"{width}")
+    command.main(["launch.py", "--help", *[f"--config={config_file}"][: bool(config_file)]], "The usage.")
     said = capsys.readouterr().out
-    assert said.startswith("The usage.\n\nflags:\n")
+    assert said.startswith("The usage.\n\nsettings:\n")
     for flag in command._flags():
         if flag not in ("?", "help", "helpshort", "helpfull", "helpxml"):
             assert re.search(rf"^  --{flag}\b", said, re.MULTILINE), flag
-    assert "fields of configs/gpt_24.py" in said
-    assert re.search(r"^  --config.data.tokenizer=bytes +bytes, or a JSON file", said, re.MULTILINE)
-    assert all(name in said for name in config_files.names())
+    assert all(re.search(f"^  {name}( |$)", said, re.MULTILINE) for name in config_files.names()) == (not config_file)
+    assert ("--config.data.tokenizer=bytes\n" in said) == bool(config_file)
+    lines = said.splitlines()
+    assert all(len(line) <= max(width, 60) or len(line.split("=", 1)[-1].split()) == 1 or "'" in line for line in lines)
+    assert max(map(len, lines)) > 0.8 * min(width, 150)
+
+
+def test_what_launch_prints_without_arguments_fits_a_page():
+    text = ast.get_docstring(ast.parse((config_files.ROOT / "launch.py").read_text()))
+    assert all(len(line) < 80 for line in text.splitlines())
+    files = re.findall(r"configs/\w+\.py", text)
+    assert len(files) >= 3
+    assert set(files) <= set(config_files.names())
+    for field in re.findall(r"--config\.([\w.]+)=", text):
+        assert field == "FIELD" or field in usage.flat(config_files.load("configs/vit_24.py").to_dict())
 
 
 def test_help_says_what_arguments_of_models_mean():
@@ -78,12 +94,6 @@ def test_help_says_what_fields_mean_for_the_objective():
     said = usage.listing(config_files.load("configs/finetune_24.py"))
     assert re.search(r"--config.data.length=\d+ +tokens to which longer texts are cut\n", said)
     assert re.search("--config.model.name='' +module:name of a head that takes", said)
-
-
-def test_the_usage_of_the_command_has_every_flag():
-    usage_lines = ast.get_docstring(ast.parse((config_files.ROOT / "launch.py").read_text()))
-    for flag in usage.FLAGS:
-        assert re.search(rf"--{flag}\b", usage_lines), flag
 
 
 def test_the_mode_config_prints_the_settings_with_the_changes(capsys):

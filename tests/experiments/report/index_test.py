@@ -55,7 +55,7 @@ def test_every_run_below_the_folder_is_a_row(tmp_path):
     make(tmp_path / "sweep/deep/c", "ste(2,4)", outcome="diverged: the loss is nan", tags=["paper", "odd"])
     make(tmp_path / ".hidden/d")
     make(tmp_path / "a/checkpoints/e")  # not searched: it is inside a run
-    make(tmp_path / "a/twin")
+    make(tmp_path / "a/baseline")
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "again").symlink_to(tmp_path / "sweep")
@@ -70,7 +70,7 @@ def test_every_run_below_the_folder_is_a_row(tmp_path):
     ] == [*("◆ 95.00 %", "1", "mlp=ste(2,4)", "31 Jan 2026, 12:00 UTC", "a &lt;note&gt;", "0.800")]
     assert text(row["data and metric"]) == "digits, hardened accuracy"
     assert text(row["model"]) == "vit S"
-    assert "a/twin" in rows
+    assert "a/baseline" in rows
     assert rows["a"]["run"] == '<a href="a/report.html">a</a>'
     (odd,) = (row for name, row in rows.items() if name.endswith("c"))
     assert text(odd["outcome"]) == "diverged the loss is nan"

@@ -118,7 +118,7 @@ def test_fsdp_cuts_where_groups_stay_whole():
 
 
 class Pair(nnx.Module):
-    """Two weights with declared doors."""
+    """A registered layer of two weights."""
 
     def __init__(self, rngs):
         draw = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape))
@@ -128,7 +128,7 @@ class Pair(nnx.Module):
         return jnp.tanh(x @ self.inward[...]) @ self.outward[...]
 
 
-nm.nnx.door(Pair, weight=("inward", "outward"))
+nm.nnx.register_layer(Pair, weight=("inward", "outward"))
 
 
 class Inner(nnx.Module):
@@ -154,8 +154,8 @@ class Outer(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "masks"),
     [
-        (Outer, ("a/nm_site", "b/a/nm_site", "b/pair/nm_site_inward", "b/pair/nm_site_outward")),
-        (functools.partial(nnx.Linear, 64, 128), ("nm_site",)),
+        (Outer, ("a/nm_state", "b/a/nm_state", "b/pair/nm_state_inward", "b/pair/nm_state_outward")),
+        (functools.partial(nnx.Linear, 64, 128), ("nm_state",)),
     ],
 )
 def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
@@ -168,7 +168,7 @@ def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
     specs = {jax.tree_util.keystr(path, simple=True, separator="/"): at.spec for path, at in
              jax.tree_util.tree_leaves_with_path(found)}  # fmt: skip
     for name in masks:
-        kernel = re.sub(r"nm_site$", "kernel", name).replace("nm_site_", "")
+        kernel = re.sub(r"nm_state$", "kernel", name).replace("nm_state_", "")
         for where in ("rest", "ema/1"):
             spec = specs[f"{where}/{name}/state/y_w"]
             assert spec == specs[f"ema/0/{kernel}"], name

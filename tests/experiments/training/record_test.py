@@ -257,7 +257,7 @@ def test_a_directory_that_is_a_file_or_cannot_be_written_is_refused(tmp_path):
         record.check(Path("/proc/run"), identity())
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile", "model", "twin"])
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile", "model", "baseline"])
 def test_links_in_a_directory_are_refused(name, tmp_path):
     away = tmp_path / "away"
     away.mkdir()
@@ -277,10 +277,10 @@ def test_a_lock_that_is_a_link_leaves_the_file_that_it_leads_to(tmp_path):
 
 
 def test_what_a_killed_process_leaves_before_its_run_json_is_no_obstacle(tmp_path):
-    """config.json, the plan, drafts and the lock, of the same config; and the directory of a twin."""
+    """config.json, the plan, drafts and the lock, of the same config; and the directory of a baseline."""
     for name in ("run.lock", ".config.json.12ab34cd.draft"):
         (tmp_path / name).write_text("")
-    (tmp_path / "twin").mkdir()
+    (tmp_path / "baseline").mkdir()
     record.check(tmp_path, identity())
     for name in ("plan.txt", ".plan.html.12ab34cd.draft"):
         (tmp_path / name).write_text("")

@@ -198,7 +198,7 @@ def test_a_checkpoint_that_cannot_be_read_is_renamed(how, tmp_path):
     assert Checkpoints(tmp_path / "good").restore(shapes()).step == 2
 
 
-def test_what_was_never_sealed_is_no_checkpoint(tmp_path):
+def test_what_has_no_checksums_is_no_checkpoint(tmp_path):
     saved(tmp_path, 1, 2)
     folder = tmp_path / "checkpoints"
     (folder / "2").rename(folder / "2.orbax-checkpoint-tmp")  # a process was killed before the commit
@@ -216,7 +216,7 @@ def test_what_the_run_did_not_make_stays(tmp_path):
         path.mkdir()
         (path / "photo.jpg").write_text("mine")
     (folder / "2024" / "state").mkdir(parents=True)
-    (folder / "2024" / "seal.json").write_text('{"mine": 1}')
+    (folder / "2024" / "checksums.json").write_text('{"mine": 1}')
     (folder / "3").symlink_to(away)
     told = []
     with contextlib.closing(Checkpoints(tmp_path, told.append)) as checkpoints:
@@ -228,20 +228,20 @@ def test_what_the_run_did_not_make_stays(tmp_path):
     assert all("is there, and is not of this run" in line for line in told)
     for path in (folder / "1000", folder / "2023.holiday", folder / "3", folder / "4", away):
         assert (path / "photo.jpg").read_text() == "mine"
-    assert (folder / "2024" / "seal.json").read_text() == '{"mine": 1}'
+    assert (folder / "2024" / "checksums.json").read_text() == '{"mine": 1}'
     assert Checkpoints(tmp_path, told.append).restore(shapes()).step == 6
-    assert (folder / "unreadable-2024" / "seal.json").read_text() == '{"mine": 1}'  # and told
+    assert (folder / "unreadable-2024" / "checksums.json").read_text() == '{"mine": 1}'  # and told
     assert "step 2,024 is damaged" in told[-1]
 
 
 @pytest.mark.slow
-def test_no_flipped_bit_of_a_seal_alters_what_is_read(tmp_path):
-    """A seal with figures of steps that have no line yet: all its bits, one at a time."""
+def test_no_flipped_bit_of_the_checksums_alters_what_is_read(tmp_path):
+    """A file of checksums with figures of steps that have no line yet: all its bits, one at a time."""
     saved(tmp_path, 1)
     folder = tmp_path / "checkpoints" / "1"
     pending = [{"step": 1, "loss": 0.12345678901, "accuracy": 0.5}]
-    checkpoints_module.seal(folder, True, pending)
-    path, right = folder / "seal.json", checkpoints_module.read_seal(folder)
+    checkpoints_module.write_checksums(folder, True, pending)
+    path, right = folder / "checksums.json", checkpoints_module.read_checksums(folder)
     whole = path.read_bytes()
     assert right.pending == pending
     refused = 0
@@ -249,11 +249,11 @@ def test_no_flipped_bit_of_a_seal_alters_what_is_read(tmp_path):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        assert (found := checkpoints_module.read_seal(folder)) in (None, right)
+        assert (found := checkpoints_module.read_checksums(folder)) in (None, right)
         refused += found is None
     assert refused > 7 * len(whole)
-    path.write_text(json.dumps(json.loads(whole) | {"checksums": {}}))
-    assert checkpoints_module.read_seal(folder) is None
+    path.write_text(json.dumps(json.loads(whole) | {"files": {}}))
+    assert checkpoints_module.read_checksums(folder) is None
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_of_another_model_nothing_is_read_and_nothing_is_renamed(params, said, t
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
 
 
-def test_a_seal_holds_nothing_of_later_steps(tmp_path):
+def test_the_checksums_hold_nothing_of_later_steps(tmp_path):
     checkpoints, seen = Checkpoints(tmp_path), [{"loss": 2.0}]
     checkpoints.save(1, small(1), seen, best=False)
     seen.append({"loss": 1.0})
@@ -328,7 +328,7 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
     assert checkpoints_module.steps(tmp_path / "other") == [2, 4, 5]
     assert Checkpoints(tmp_path).restore(shapes(), best=True).step == 3
     for step in (3, 5, 6):
-        (tmp_path / "checkpoints" / str(step) / "seal.json").write_text("{")
+        (tmp_path / "checkpoints" / str(step) / "checksums.json").write_text("{")
     broken = f"None of the checkpoints in {tmp_path}/checkpoints can be read"
     with pytest.raises(
         Failed, match=f"^{broken}. Give the directory of another run$"
@@ -473,7 +473,7 @@ def test_a_run_continues_with_its_own_data_and_its_own_beginning(tmp_path):
     draw = random.Random(0)
     text = " ".join("".join(draw.choices("abcdefgh", k=5)) for _ in range(3000))
     (tmp_path / "notes.txt").write_text(text)
-    words = ["launch.py", "--config=configs/gpt_24.py:smoke", "--config.twin=", "--config.measure=0"]
+    words = ["launch.py", "--config=configs/gpt_24.py:smoke", "--config.baseline=", "--config.measure=0"]
     words += [f"--config.data.name={tmp_path / 'notes.txt'}"]
     command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
     command.main([*words, "--config.steps=6", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"], "")

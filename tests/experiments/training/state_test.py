@@ -59,8 +59,8 @@ def test_the_noise_of_each_layer_is_that_of_the_seed():
     for seed in (0, 1):
         state = program.init(jnp.uint32(seed))
         model = nnx.merge(program.graph, state.params, state.rest)
-        sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
-        words = {path: site.words[...].ravel() for path, site in sites.items() if site.words is not None}
+        states = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
+        words = {path: state.words[...].ravel() for path, state in states.items() if state.words is not None}
         alone = nm.nnx.sparsify(program.task.make(nnx.Rngs(0)), program.recipe, seed=jax.random.key(seed))
         for layer in layers(alone):
             if layer.path in words:

@@ -1,10 +1,159 @@
-"""Figures of the notebooks. Each function draws one figure with matplotlib."""
+"""What the notebooks share: data, a small training loop, checks and figures. Needs ``nmjax[experiments]``."""
 
+import functools
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
+from cycler import cycler
+from flax import nnx
+from jax.typing import ArrayLike
+
+LENGTH = 64  # bytes in a window of `batch` and `perplexity`
+COLOURS = ("#2f6f9f", "#c8642b", "#3f8a5c", "#8a5a9e", "#9a8630", "#6b6b6b")
+GROUND = "#fbfaf7"  # pictures have a ground of their own, so that they are readable on a dark page too
+STYLE = {
+    "figure.figsize": (7.2, 2.8),
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": GROUND,
+    "savefig.facecolor": GROUND,
+    "axes.facecolor": GROUND,
+    "axes.edgecolor": "#8a8680",
+    "axes.labelcolor": "#3d3a36",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.prop_cycle": cycler("color", COLOURS),
+    "text.color": "#22201d",
+    "xtick.color": "#8a8680",
+    "ytick.color": "#8a8680",
+    "xtick.labelcolor": "#3d3a36",
+    "ytick.labelcolor": "#3d3a36",
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "font.size": 9,
+    "lines.linewidth": 1.8,
+    "image.cmap": "RdBu_r",
+    "svg.hashsalt": "nmjax",
+}
 
 
-def mean_and_spread(truth, samples):
+def style() -> None:
+    """Draw the pictures of a notebook as SVG, in the colours of the site."""
+    from IPython import get_ipython
+
+    plt.rcParams.update(STYLE)
+    shell = get_ipython()
+    if shell is not None:
+        shell.run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
+
+
+# ---- data ----
+
+
+def digits() -> tuple[jax.Array, jax.Array]:
+    """Return 1,797 handwritten digits in a random order: images (1797, 64) from 0 to 1, and their labels."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return jnp.asarray(images[order] / 16, jnp.float32), jnp.asarray(labels[order])
+
+
+def licence() -> str:
+    """Return the text of nmjax's licence, as a small text to learn from."""
+    clone = Path(__file__).parent.parent / "LICENSE"
+    if clone.is_file():
+        return clone.read_text(encoding="utf-8")
+    held = importlib.metadata.files("nmjax") or []
+    return next(file for file in held if file.name == "LICENSE").read_text(encoding="utf-8")
+
+
+@functools.cache
+def help_pages() -> tuple[np.ndarray, np.ndarray]:
+    """Return the help pages of Python as bytes: nine tenths to train with, and the rest for the test."""
+    text = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+    return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+
+
+# ---- a language model of bytes ----
+
+
+def batch(seed: int | Sequence[int]) -> jax.Array:
+    """Return 32 random windows of the help pages, of `LENGTH` + 1 bytes each."""
+    train, _ = help_pages()
+    starts = np.random.default_rng(seed).integers(0, len(train) - LENGTH - 1, 32)
+    return jnp.asarray(train[starts[:, None] + np.arange(LENGTH + 1)], jnp.int32)
+
+
+def loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of every byte but the first of each window."""
+    logits: jax.Array = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def perplexity(model: nnx.Module) -> float:
+    """Return the perplexity per byte on 64 windows of the test text."""
+    _, test = help_pages()
+    windows = jnp.asarray(test[: 64 * (LENGTH + 1)].reshape(64, LENGTH + 1), jnp.int32)
+    return float(jnp.exp(nnx.jit(loss)(model, windows)))
+
+
+def trained(model: nnx.Module, steps: int, rate: float, seed: int) -> nnx.Module:
+    """Return the model after some steps of Adam: an ordinary loop of Flax, which does not know of sparsity.
+
+    Args:
+      model: A model of bytes. It is changed in place.
+      steps: The number of steps.
+      rate: The peak of the learning rate.
+      seed: The seed of the batches.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    optimizer = nnx.Optimizer(model, optax.adam(schedule), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: nnx.Module, optimizer: "nnx.Optimizer[nnx.Module]", tokens: jax.Array) -> None:
+        optimizer.update(model, nnx.grad(loss)(model, tokens))
+
+    for i in range(steps):
+        step(model, optimizer, batch((seed, i)))
+    return model
+
+
+# ---- checks ----
+
+
+def refused(call: Callable[[], Any]) -> None:
+    """Call a function that is to raise a TypeError or a ValueError, and print its message."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}\n")
+
+
+def check(law: str, holds: ArrayLike) -> None:
+    """Print whether a law holds everywhere in an array of booleans."""
+    print("holds " if jnp.all(holds) else "BROKEN", law)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two pytrees have the same leaves, bit for bit."""
+    return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+# ---- figures ----
+
+
+def mean_and_spread(truth: ArrayLike, samples: Mapping[str, Any]) -> None:
     """Draw the mean of each pruner's draws against the true values, with the standard deviation as a bar.
 
     Args:
@@ -19,7 +168,7 @@ def mean_and_spread(truth, samples):
     axes[0].set_ylabel("mean of the draws")
 
 
-def variances(possible, measured):
+def variances(possible: ArrayLike, measured: Mapping[str, float]) -> None:
     """Draw a histogram of possible variances, and a line at the variance of each pruner.
 
     Args:
@@ -27,17 +176,17 @@ def variances(possible, measured):
       measured: The variance of each pruner, by its name.
     """
     _, ax = plt.subplots(figsize=(7.2, 2.3))
-    ax.hist(possible, bins=np.geomspace(0.9, 60, 70), color="#c9c4ba")
+    ax.hist(possible, bins=np.geomspace(0.9, 60, 70).tolist(), color="#c9c4ba")
     for i, (name, value) in enumerate(measured.items()):
         ax.axvline(value, color=f"C{i + 1}", label=f"{name}: {value:.2f}")
     ax.legend(frameon=False)
     ax.set(xscale="log", yticks=[], xlabel="variance of one group")
-    ax.set_xticks([1, 2, 5, 10, 20, 50], [1, 2, 5, 10, 20, 50])
+    ax.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     ax.minorticks_off()
     ax.spines["left"].set_visible(False)
 
 
-def errors_by_length(lengths, errors):
+def errors_by_length(lengths: Sequence[int], errors: Mapping[str, Any]) -> None:
     """Draw the error of each pruner against the length of a dot product.
 
     Args:
@@ -53,7 +202,7 @@ def errors_by_length(lengths, errors):
     ax.legend(frameon=False)
 
 
-def moving_value(moved, curves, names):
+def moving_value(moved: ArrayLike, curves: Mapping[str, Any], names: Sequence[str]) -> None:
     """Draw the values of a group after pruning, while one of them moves. Jumps are left blank.
 
     Args:
@@ -71,7 +220,7 @@ def moving_value(moved, curves, names):
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
 
 
-def matrices(named):
+def matrices(named: Mapping[str, Any]) -> None:
     """Draw matrices side by side. Zeros are blank, and lines mark groups of four along both axes.
 
     Args:
@@ -88,7 +237,7 @@ def matrices(named):
     axes[0].set(xlabel="out-features", ylabel="in-features")
 
 
-def changes(table):
+def changes(table: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw a table of relative changes, in colour.
 
     Args:
@@ -107,7 +256,7 @@ def changes(table):
     ax.spines[:].set_visible(False)
 
 
-def methods(filled, shares):
+def methods(filled: Mapping[str, Mapping[str, bool]], shares: Mapping[str, Any]) -> None:
     """Draw which slots each method fills, and the share that is left of the FLOPs of its products.
 
     Args:
@@ -129,7 +278,7 @@ def methods(filled, shares):
     ax.spines[:].set_visible(False)
 
 
-def chances(temperatures, values, measured, formula):
+def chances(temperatures: ArrayLike, values: Any, measured: Any, formula: Any) -> None:
     """Draw the chance of each value to be kept against the temperature: dots are measured, lines are the formula.
 
     Args:
@@ -146,7 +295,7 @@ def chances(temperatures, values, measured, formula):
     ax.legend(*(part[::-1] for part in ax.get_legend_handles_labels()), title="value", frameon=False)
 
 
-def errors_by_start(named, every):
+def errors_by_start(named: Mapping[str, Any], every: int) -> None:
     """Draw the test error of several methods during training, and at its end for each start.
 
     Args:
@@ -165,7 +314,7 @@ def errors_by_start(named, every):
         last.errorbar(mean[-1], i, xerr=deviation[-1], fmt="|", color=f"C{i}", markersize=16)
         last.text(0, i - 0.3, f"{name}: {mean[-1]:.1f} ± {deviation[-1]:.1f}", color=f"C{i}")
     ax.set(xlabel="step", ylabel="test error, %", title="mean of the starts ± standard error")
-    ax.set_yticks([2, 5, 10, 20, 50], [2, 5, 10, 20, 50])
+    ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
     ax.minorticks_off()
     last.set(
         yticks=[], ylim=(len(named) - 0.5, -0.6), xlim=(0, None), xlabel="test error, %", title="each start, at the end"
@@ -173,7 +322,7 @@ def errors_by_start(named, every):
     last.spines["left"].set_visible(False)
 
 
-def losses(named, window=10):
+def losses(named: Mapping[str, Any], window: int = 10) -> None:
     """Draw the loss of several runs against the step.
 
     Args:
@@ -189,7 +338,7 @@ def losses(named, window=10):
     ax.legend(frameon=False)
 
 
-def loss_flips_errors(loss, flips, errors):
+def loss_flips_errors(loss: Any, flips: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
     """Draw the loss of a run, and the flip rate and the weight error of some layers, against the step.
 
     Args:
@@ -210,7 +359,7 @@ def loss_flips_errors(loss, flips, errors):
     axes[2].legend(frameon=False)
 
 
-def run_curves(accuracies, errors, flips):
+def run_curves(accuracies: Mapping[str, Any], errors: Mapping[str, Any], flips: Mapping[str, Any]) -> None:
     """Draw the accuracies of a run, and the weight error and the flip rate of its layers, against the step.
 
     Args:
@@ -231,7 +380,7 @@ def run_curves(accuracies, errors, flips):
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 
 
-def predictions(images, labels, guesses):
+def predictions(images: Any, labels: Any, guesses: Any) -> None:
     """Draw images in a row, each with the model's guess. A wrong guess is red, with the true label.
 
     Args:
@@ -248,22 +397,22 @@ def predictions(images, labels, guesses):
         ax.set_title(f"{guess}" if right else f"{guess}, not {label}", color="#22201d" if right else "#b03a2e")
 
 
-def layer_errors(errors):
+def layer_errors(errors: Mapping[str, Mapping[str, float]]) -> None:
     """Draw the error of each layer's output, for each solver.
 
     Args:
       errors: For each solver, by its name, the errors by layer.
     """
-    _, ax = plt.subplots(figsize=(7.2, 2.6))
+    figure, ax = plt.subplots(figsize=(7.2, 2.6))
     for name, by_layer in errors.items():
         ax.semilogy(list(by_layer.values()), ".-", label=name)
     layers = [path.removeprefix("blocks/") for path in next(iter(errors.values()))]
     ax.set_xticks(range(len(layers)), layers, rotation=60, ha="right", fontsize=7)
     ax.set_ylabel("relative error")
-    ax.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
-def errors_by_draws(counts, errors):
+def errors_by_draws(counts: Sequence[int], errors: Mapping[str, Any]) -> None:
     """Draw the error of a mean of draws, by the number of draws.
 
     Args:

@@ -1,4 +1,4 @@
-"""Sinks: Weights & Biases, Trackio or MLflow, as a second place for a run's numbers. The flag --sink chooses one.
+"""Trackers: Weights & Biases, Trackio or MLflow, as a second place for a run's numbers. The flag --tracker chooses one.
 
 Each package's own settings say where the numbers go, and to whom they belong: WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR,
 TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
@@ -22,7 +22,7 @@ PATIENCE = 30.0  # seconds that a run waits at its end for what is not sent yet
 
 
 class Run(NamedTuple):
-    """A run as a sink sees it. A run that continues has the same `id`, and so continues there too."""
+    """A run as a tracker sees it. A run that continues has the same `id`, and so continues there too."""
 
     id: str  # ours: eight hexadecimal digits
     dir: Path
@@ -34,7 +34,7 @@ class Run(NamedTuple):
         return self.dir.resolve().name
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A service that receives the numbers of a run. It is made with a `Run`."""
 
     place: str
@@ -131,22 +131,22 @@ class Mlflow:
             self._client.set_terminated(self._id, status)
 
 
-SINKS: dict[str, Callable[[Run], Sink]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
 
 
 def check(name: str) -> None:
-    """Refuse, before anything is done, a sink whose package is missing. A folder of that name is no package."""
+    """Refuse, before anything is done, a tracker whose package is missing. A folder of that name is no package."""
     if getattr(find_spec(name), "origin", None) is None:
-        raise Mistake(f"--sink={name}: the package {name} is missing: pip install {name}.")
+        raise Mistake(f"--tracker={name}: the package {name} is missing: pip install {name}.")
 
 
 class Sender:
     """Sends the numbers of a run from a thread of its own, so that no step waits.
 
-    A sink that fails is reported once, and gets nothing more.
+    A tracker that fails is reported once, and gets nothing more.
 
     Args:
-      name: One of `SINKS`.
+      name: One of `TRACKERS`.
       run: The run.
       tell: Shows a line to the person who watches the run.
     """
@@ -172,11 +172,11 @@ class Sender:
 
     def _send(self, run: Run) -> None:
         try:
-            sink, message = SINKS[self._name](run), ""
-            self._tell(f"{self._name}: {sink.place}")
+            tracker, message = TRACKERS[self._name](run), ""
+            self._tell(f"{self._name}: {tracker.place}")
             while message != "close":
                 message, *values = self._waiting.get()
-                getattr(sink, message)(*values)
+                getattr(tracker, message)(*values)
         except (Exception, SystemExit) as error:  # whatever fails there, the run goes on
             self._give_up(" ".join(f"{type(error).__name__}: {error}".split())[:300])
 

@@ -1,4 +1,4 @@
-"""Sinks: with a package of our own that keeps what it is sent, and with the real ones if they are installed."""
+"""Trackers: with a package of our own that keeps what it is sent, and with the real ones if they are installed."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from experiments import command, config_files, files
 from experiments.errors import Mistake
-from experiments.scale import sinks
+from experiments.scale import trackers
 from experiments.training import digest, record
 from nmjax.analysis.plan import Plan
 from tests.experiments.runs import as_people_run_it as as_people_run_it
@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_does_so_where_it_was(tmp_path, sent):
 def test_every_run_of_a_sweep_is_sent_as_it_is_written(tmp_path, sent, monkeypatch):
     (tmp_path / "mine.py").write_text(CONFIG_FILE.replace('("ste(2,4)", "s_ste(2,4)")', '("ste(2,4)",)'))
     words = [f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path / 'runs'}", "--config.measure=50%"]
-    command.main(["launch.py", *words, "--sweep", "--sink=wandb"], "")
+    command.main(["launch.py", *words, "--sweep", "--tracker=wandb"], "")
     lines, runs = sent(), {}
     for what, *values in lines:
         if what == "init":
@@ -147,11 +147,11 @@ def _flat(line):
     ("how", "what"),
     [("FAILS", what) for what in ("init", "metric", "log", "finish")] + [("HANGS", "init"), ("HANGS", "log")],
 )
-def test_a_sink_that_fails_or_hangs_is_told_of_once_left_alone_and_not_waited_for(
+def test_a_tracker_that_fails_or_hangs_is_told_of_once_left_alone_and_not_waited_for(
     how, what, tmp_path, sent, monkeypatch
 ):
     monkeypatch.setenv(how, what)
-    monkeypatch.setattr(sinks, "PATIENCE", 30.0 if how == "FAILS" else 0.2)
+    monkeypatch.setattr(trackers, "PATIENCE", 30.0 if how == "FAILS" else 0.2)
     told, began = [], time.monotonic()
     run = made(tmp_path / "mine", tell=told.append)
     for step in range(100):
@@ -167,10 +167,10 @@ def test_a_sink_that_fails_or_hangs_is_told_of_once_left_alone_and_not_waited_fo
     assert json.loads((tmp_path / "mine" / "run.json").read_text())["outcome"] == "finished"
 
 
-@pytest.mark.parametrize("name", sinks.SINKS)
+@pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_a_package_that_is_missing_is_told_before_anything_begins(name, tmp_path, monkeypatch):
-    words = ["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'run'}", f"--sink={name}"]
-    said = f"--sink={name}: the package {name} is missing: pip install {name}."
+    words = ["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'run'}", f"--tracker={name}"]
+    said = f"--tracker={name}: the package {name} is missing: pip install {name}."
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, name, None)
         with pytest.raises(Mistake, match=said):
@@ -191,11 +191,11 @@ from ml_collections import ConfigDict
 from experiments.training import digest, record
 from nmjax.analysis.plan import Plan
 
-place, sink = pathlib.Path(sys.argv[1]), sys.argv[2]
+place, tracker = pathlib.Path(sys.argv[1]), sys.argv[2]
 place.mkdir()
 for begin, end, outcome in ((0, 3, "interrupted"), (3, 5, "finished")):
     config = digest.identity(ConfigDict({"seed": 3, "data": {"crop": 1}, "mesh": begin}))  # which may change
-    run = record.Record(place, config, {"name": "x"}, Plan((), 0, (), 0), sink=sink)
+    run = record.Record(place, config, {"name": "x"}, Plan((), 0, (), 0), tracker=tracker)
     run.begin(begin)
     for step in range(begin, end):
         run.write("train", step + 1, loss=step / 4)
@@ -265,7 +265,7 @@ print(json.dumps([len(runs), rows, data.tags, {k: int(v) for k, v in data.params
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", sinks.SINKS)
+@pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_the_real_package_keeps_what_it_is_sent(name, tmp_path):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
