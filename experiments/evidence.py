@@ -15,7 +15,7 @@ from experiments.recorded import study
 from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
-from experiments.studies import ABOUT, STUDIES, Gate, methods
+from experiments.studies import ABOUT, STUDIES, SanityCheck, methods
 
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
@@ -23,32 +23,32 @@ HEAD = [
     "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
 OTHERWISE = "verdict by another score, if it differs"
-QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second arm begins
+QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second config begins
     "as good as dense": ("as good as", "dense"),
     "better than narrower dense": ("better than", "narrower dense"),
     "better than shorter dense": ("better than", "shorter dense"),
 }
 
 LEGEND = {  # the words of the tables
-    "Arm": "one setup that is trained with several seeds: a method, or dense training with a given width and number of "
-    "steps. Narrower dense networks and shorter dense runs have about the same FLOPs as a sparse method.",
+    "Config": "one setup that is trained with several seeds: a method, or dense training with a given width and number "
+    "of steps. Narrower dense networks and shorter dense runs have about the same FLOPs as a sparse method.",
     "Loss and accuracy": "those of the hardened network, which is the one that is used after training, on test data. "
     "The loss is the cross-entropy in nats; for text, in nats a byte. A lower loss is better.",
-    "Difference": "the first arm minus the second, with its 95 % interval. The interval says how uncertain the mean "
+    "Difference": "the first config minus the second, with its 95 % interval. The interval says how uncertain the mean "
     "over the seeds is. The test data is always the same.",
     "Margin": "the largest difference that does not matter. Each study says what it is.",
-    "As good as": "“holds” if a test shows that the first arm is better, or worse by less than the margin. “Does not "
-    "hold: worse” if a test shows that it is worse by more than the margin.",
-    "Better than": "“holds” if a test shows that the first arm is better. “Does not hold: worse” if a test shows that "
-    "it is worse. “No difference that matters” if the interval contains 0 and lies within ± the margin.",
+    "As good as": "“holds” if a test shows that the first config is better, or worse by less than the margin. “Does "
+    "not hold: worse” if a test shows that it is worse by more than the margin.",
+    "Better than": "“holds” if a test shows that the first config is better. “Does not hold: worse” if a test shows "
+    "that it is worse. “No difference that matters” if the interval contains 0 and lies within ± the margin.",
     "By less than the margin": "a test finds a difference, but the whole interval lies within ± the margin. For “as "
     "good as”: the whole interval is on the worse side of 0.",
     "Undecided": "none of these. p-values are corrected for the number of claims, and intervals are not. So a claim "
     "can be undecided although its interval excludes 0, or lies within ± the margin. “No difference that matters” is "
     "not corrected either, so some of these verdicts may be chance.",
-    "FLOPs, time and memory": "shares of dense. FLOPs are counted. For the time, the steps of all arms are measured in "
-    "turn, and the share is the median of several rounds. A step of a shorter dense run counts as a step of dense. The "
-    "temporary memory is what a step needs besides its arguments and results.",
+    "FLOPs, time and memory": "shares of dense. FLOPs are counted. For the time, the steps of all configs are measured "
+    "in turn, and the share is the median of several rounds. A step of a shorter dense run counts as a step of dense. "
+    "The temporary memory is what a step needs besides its arguments and results.",
 }
 
 
@@ -57,40 +57,42 @@ def legend() -> str:
     return "\n".join(f"- **{term}**: {text}" for term, text in LEGEND.items())
 
 
-def has_gate_runs(one: Judged) -> bool:
-    """Return whether each of the two arms of the gate has two runs. Before that, a study is not judged."""
-    return all(len(one.arms[name].losses) + len(one.arms[name].lost) > 1 for name in ("dense", one.gate.worse))
+def has_check_runs(one: Judged) -> bool:
+    """Return whether each of the two configs of the sanity check has two runs. Before that, a study is not judged."""
+    return all(len(one.groups[name].losses) + len(one.groups[name].lost) > 1 for name in ("dense", one.check.worse))
 
 
 def done(one: Judged) -> str:
     """Return in words how many runs of a study are done."""
-    runs = sum(len(arm.losses) + len(arm.lost) for arm in one.arms.values())
-    return f"{runs} of {len(one.arms) * len(one.seeds)} runs"
+    runs = sum(len(group.losses) + len(group.lost) for group in one.groups.values())
+    return f"{runs} of {len(one.groups) * len(one.seeds)} runs"
 
 
 def dense(one: Judged) -> str:
     """Return what the dense network reaches, as text."""
-    value = mean(one.arms["dense"], one.gate.metric, one.seeds)
-    return "" if math.isnan(value) else score(one.gate, value)
+    value = mean(one.groups["dense"], one.check.metric, one.seeds)
+    return "" if math.isnan(value) else score(one.check, value)
 
 
-def simple_methods(gate: Gate, results: Path) -> list[str]:
-    """Return what simple methods reach on the data of a gate, as texts: the best is the last."""
+def simple_methods(check: SanityCheck, results: Path) -> list[str]:
+    """Return what simple methods reach on the data of a sanity check, as texts: the best is the last."""
     names = {"ridge": "ridge regression", "nearest": "k nearest neighbours", "bag of words": "naive Bayes"}
-    scores = sorted(simple(gate.data, results).items(), key=lambda each: each[1], reverse=gate.metric == "loss")
-    return [f"{names.get(method, f'a table of {method}s')} {score(gate, value)}" for method, value in scores]
+    scores = sorted(simple(check.data, results).items(), key=lambda each: each[1], reverse=check.metric == "loss")
+    return [f"{names.get(method, f'a table of {method}s')} {score(check, value)}" for method, value in scores]
 
 
 def reached(one: Judged, results: Path) -> str:
-    """Return sentences on what the dense network and simple methods reach, on the gate and on the margin."""
-    passed = f"The study passes its gate: “{one.gate.worse}” minus dense is {interval(one.harm, 4)}."
-    outcome = f"The study does not pass its gate: {one.failed}." if one.failed else passed
-    outcome += f" The margin is {one.gate.margin:g} {one.gate.unit}, or {100 * POINTS:g} points."
-    if not one.arms["dense"].losses:
-        return f"`{one.name}` ({one.gate.network}). {outcome}"
-    others = ", ".join(simple_methods(one.gate, results))
+    """Return sentences on what the dense network and simple methods reach, on the sanity check and on the margin."""
+    passed = f"The study passes its sanity check: “{one.check.worse}” minus dense is {interval(one.harm, 4)}."
+    outcome = f"The study does not pass its sanity check: {one.failed}." if one.failed else passed
+    outcome += f" The margin is {one.check.margin:g} {one.check.unit}, or {100 * POINTS:g} points."
+    if not one.groups["dense"].losses:
+        return f"`{one.name}` ({one.check.network}). {outcome}"
+    others = ", ".join(simple_methods(one.check, results))
     numbers = f"seeds {one.seeds[0]} to {one.seeds[-1]}"
-    return f"`{one.name}` ({one.gate.network}, {numbers}): the dense network reaches {dense(one)} ({others}). {outcome}"
+    return (
+        f"`{one.name}` ({one.check.network}, {numbers}): the dense network reaches {dense(one)} ({others}). {outcome}"
+    )
 
 
 def claim_rows(one: Judged) -> list[list[str]]:
@@ -131,22 +133,24 @@ def interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
     return f"{number(effect.difference)} [{number(low)}, {number(high)}]"
 
 
-def arm_rows(one: Judged) -> list[list[str]]:
-    """Return the rows of the table of the arms, what they reach and what they cost; the first is its head."""
-    head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
-    rows, base = [head], one.arms["dense"]
-    for name, arm in one.arms.items():
-        missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
-        reaches = [mean(arm, score, one.seeds) for score in ("loss", "accuracy")]
-        marks = [f"seed {seed} {outcome}" for seed, outcome in arm.lost.items()]
+def config_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of the configs, what they reach and what they cost; the first is its head."""
+    head = ["config", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
+    rows, base = [head], one.groups["dense"]
+    for name, group in one.groups.items():
+        missing = [seed for seed in one.seeds if seed not in group.losses and seed not in group.lost]
+        reaches = [mean(group, score, one.seeds) for score in ("loss", "accuracy")]
+        marks = [f"seed {seed} {outcome}" for seed, outcome in group.lost.items()]
         marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
-        shares = [value / of for value, of in ((arm.flops, base.flops), (arm.time, base.time), (arm.bytes, base.bytes))]
+        shares = [
+            value / of for value, of in ((group.flops, base.flops), (group.time, base.time), (group.bytes, base.bytes))
+        ]
         rows.append([
             name,
             "" if math.isnan(reaches[0]) else f"{reaches[0]:.4f}",
             "" if math.isnan(reaches[1]) else f"{100 * reaches[1]:.2f}",
             *("" if math.isnan(share) else f"{share:.2f}" for share in shares),
-            f"{len({*arm.losses} & {*one.seeds})} of {len(one.seeds)}",
+            f"{len({*group.losses} & {*one.seeds})} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
     filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
@@ -164,25 +168,25 @@ COSTS = {
 
 
 def frontier(one: Judged, cost: str, yours: str = "") -> str:
-    """Return the picture of what the arms reach and cost: the sparse ones, narrower ones and shorter ones.
+    """Return the picture of what the configs reach and cost: the sparse ones, narrower ones and shorter ones.
 
     Args:
       one: The study.
       cost: A key of `COSTS`.
-      yours: The name of an arm with a colour of its own.
+      yours: The name of a config with a colour of its own.
     """
     points: dict[str, list[cv.Point]] = {"sparse": [], "narrower": [], "shorter": []}
     for line in ("narrower", "shorter"):
         points[line].append(cv.Point("dense", 1.0, 0.0, None, COLOURS[line]))
     for name, effect in one.over_dense.items():
-        arm = one.arms[name]
-        kind = kind_of(arm.changes)
-        share = getattr(arm, cost) / getattr(one.arms["dense"], cost)
+        group = one.groups[name]
+        kind = kind_of(group.changes)
+        share = getattr(group, cost) / getattr(one.groups["dense"], cost)
         if not math.isnan(share):
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
             points[kind].append(cv.Point(name, share, effect.difference, (high - low) / 2, colour))
-    up = f"difference of the loss from dense, {one.gate.unit}, with 95 % intervals"
+    up = f"difference of the loss from dense, {one.check.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
     return cv.frontier(
         f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
@@ -192,7 +196,7 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
 
 
 def kind_of(changes: dict[str, Any]) -> str:
-    """Return "sparse", "narrower" or "shorter" for what an arm changes. A narrower network may change its steps too.
+    """Return "sparse", "narrower" or "shorter" for what a config changes. A narrower network may change its steps too.
 
     >>> kind_of({"sparsity.blocks": "ste(2,4)", "steps": 10})
     'sparse'
@@ -206,8 +210,8 @@ def kind_of(changes: dict[str, Any]) -> str:
 
 
 def costs(one: Judged) -> list[str]:
-    """Return the keys of `COSTS` by which arms can be drawn: those that are known of dense."""
-    base = one.arms["dense"]
+    """Return the keys of `COSTS` by which configs can be drawn: those that are known of dense."""
+    base = one.groups["dense"]
     return [cost for cost in COSTS if one.over_dense and not math.isnan(getattr(base, cost))]
 
 
@@ -215,14 +219,14 @@ FLIPS = "Share of a mask that changes at a step: mean of the layers, with the ra
 
 
 def flips(one: Judged) -> str:
-    """Return the picture of the flip rates of the sparse arms over the steps, or "" if no run measured a flip."""
+    """Return the picture of the flip rates of the sparse configs over the steps, or "" if no run measured a flip."""
     curve = lambda run: cv.Curve("", np.array(run["step"]), np.array(run["flip_rate"]))
-    shown = {name: arm for name, arm in one.arms.items() if arm.flips and not _held(arm.changes)}
-    found = {name: [curve(run) for run in arm.flips] for name, arm in shown.items()}
+    shown = {name: group for name, group in one.groups.items() if group.flips and not _held(group.changes)}
+    found = {name: [curve(run) for run in group.flips] for name, group in shown.items()}
     if not found:
         return ""
     style = lambda n: {"colour": f"s{n % 8}", "dash": "-" if n < 8 else "--"}
-    drawn = [cv.banded(curves, arm, **style(n)) for n, (arm, curves) in enumerate(found.items())]
+    drawn = [cv.banded(curves, group, **style(n)) for n, (group, curves) in enumerate(found.items())]
     return cv.draw(f"{one.name}-flips", drawn, alt=f"{FLIPS}.", say=percent, bounds=(0,))
 
 
@@ -234,8 +238,8 @@ def _held(changes: dict[str, Any]) -> bool:
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
-    if not has_gate_runs(one):
-        both = f"dense and “{one.gate.worse}”"
+    if not has_check_runs(one):
+        both = f"dense and “{one.check.worse}”"
         return [f"Not finished: {done(one)} are done. The study is judged when {both} have two runs each."], {}
     pictures = {f"{name}_{cost}": cv.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
@@ -243,30 +247,30 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     if drawn := flips(one):
         pictures[f"{name}_flips"] = cv.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
-    parts += [reached(one, results), *map(markdown_table, (claim_rows(one), arm_rows(one))), *remarks(one, results)]
+    parts += [reached(one, results), *map(markdown_table, (claim_rows(one), config_rows(one))), *remarks(one, results)]
     return parts, pictures
 
 
 def remarks(one: Judged, results: Path) -> list[str]:
     """Return what a reader of the results should know: what is not shown, and which runs another machine made."""
     found = []
-    drawn = [name for name, arm in one.arms.items() if not arm.hardened]
+    drawn = [name for name, group in one.groups.items() if not group.hardened]
     if drawn:
         found.append(
-            f"Arms without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. Their "
-            "loss is that of the network in training."
+            f"Configs without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. "
+            "Their loss is that of the network in training."
         )
-    for arms in dict.fromkeys(map(tuple, one.scattered.values())):
-        scores = ", by the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == arms)
+    for groups in dict.fromkeys(map(tuple, one.scattered.values())):
+        scores = ", by the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == groups)
         scores = re.sub(r"^loss", "test loss", scores)
         found.append(
-            f"Arms whose runs scatter much more than those of others, by the {scores}, so that each has its own "
-            f"variance: {'; '.join(arms)}."
+            f"Configs whose runs scatter much more than those of others, by the {scores}, so that each has its own "
+            f"variance: {'; '.join(groups)}."
         )
-    if math.isnan(one.arms["dense"].time):
+    if math.isnan(one.groups["dense"].time):
         timed = study(f"times_{one.name.rpartition('_')[2]}")
         found.append(f"The times of this study have not been measured. Measure them with: `{timed.command}`.")
-    missing = [arm for arm in one.arms if arm not in (*one.over_dense, "dense", one.gate.worse)]
+    missing = [group for group in one.groups if group not in (*one.over_dense, "dense", one.check.worse)]
     if missing:
         found.append(f"Not in the pictures, because fewer than two seeds were run: {', '.join(missing)}.")
     path = results / f"{one.name}.jsonl"
@@ -298,7 +302,7 @@ def counts(results: Path) -> str:
     rows = [["network", "dense training", "a simple method", *QUESTIONS]]
     for network, ones in _networks(studies).items():
         cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
-        rows.append([network, _spread(ones), next(reversed(simple_methods(ones[0].gate, results)), ""), *cells])
+        rows.append([network, _spread(ones), next(reversed(simple_methods(ones[0].check, results)), ""), *cells])
     return markdown_table(rows)
 
 
@@ -318,7 +322,7 @@ def _counted(verdicts: list[str]) -> str:
 
 
 def networks(results: Path) -> str:
-    """Return paragraphs on the networks and their gates, and how many verdicts would be others by other scores.
+    """Return paragraphs on the networks and their sanity checks, and how many verdicts would be others by other scores.
 
     Args:
       results: The folder of the results.
@@ -336,13 +340,13 @@ def main_claims(results: Path) -> str:
     """
     rows, begun, found = [], [], _with_results(results)
     for one in found:
-        if not has_gate_runs(one):
+        if not has_check_runs(one):
             begun.append(f"`{one.name}` ({done(one)})")
             continue
-        if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
+        if any(seed not in group.losses | group.lost for group in one.groups.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head = ["config or paper", "network", *HEAD[:3], OTHERWISE, "seeds", "gate"]
+    head = ["config or paper", "network", *HEAD[:3], OTHERWISE, "seeds", "sanity check"]
     known = [*_networks(found)]
     rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
     parts = [markdown_table([head, *rows])]
@@ -390,7 +394,7 @@ def _row(judgement: Judgement, one: Judged) -> list[str]:
     others = [f"{by[score]} ({score})" for score in ("accuracy", "validation loss") if differs(judgement, score)]
     passed = "not passed" if one.failed else "passed"
     shown = [judgement.claim.text, judgement.verdict, interval(judgement.differences.get("loss"), 4), "; ".join(others)]
-    return [judgement.claim.about, one.gate.network, *shown, seeds(judgement, one), passed]
+    return [judgement.claim.about, one.check.network, *shown, seeds(judgement, one), passed]
 
 
 def _with_results(results: Path) -> list[Judged]:
@@ -398,15 +402,15 @@ def _with_results(results: Path) -> list[Judged]:
 
 
 def _judged(results: Path) -> list[Judged]:
-    """Return the studies that have the runs of their gates."""
-    return [one for one in _with_results(results) if has_gate_runs(one)]
+    """Return the studies that have the runs of their sanity checks."""
+    return [one for one in _with_results(results) if has_check_runs(one)]
 
 
 def _networks(studies: list[Judged]) -> dict[str, list[Judged]]:
     """Return the studies by their networks."""
     found: dict[str, list[Judged]] = {}
     for one in studies:
-        found.setdefault(one.gate.network, []).append(one)
+        found.setdefault(one.check.network, []).append(one)
     return found
 
 
@@ -439,7 +443,7 @@ def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
                 continue
             for question, (kind, second) in QUESTIONS.items():
                 if claim.kind == kind and claim.second.startswith(second):
-                    key = (one.gate.network, recipe_of(one.study, one.arms[claim.first].changes), question)
+                    key = (one.check.network, recipe_of(one.study, one.groups[claim.first].changes), question)
                     if key not in found or judgement.seeds > found[key].seeds:
                         found[key] = judgement
     verdicts: dict[tuple[str, str], list[str]] = {}
@@ -449,12 +453,12 @@ def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
 
 
 def _network(name: str, studies: list[Judged]) -> str:
-    """Return a paragraph on the studies of a network: their devices, gates and margin."""
+    """Return a paragraph on the studies of a network: their devices, sanity checks and margin."""
     count = "one study" if len(studies) == 1 else f"{len(studies)} studies"
     failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in studies if one.failed)
-    passed = "It passes its gate" if len(studies) == 1 else "All pass their gate"
-    gate = studies[0].gate
-    margin = f"The margin is {gate.margin:g} {gate.unit}."
+    passed = "It passes its sanity check" if len(studies) == 1 else "All pass their sanity check"
+    check = studies[0].check
+    margin = f"The margin is {check.margin:g} {check.unit}."
     return f"**{name}**, {count}, {_devices(studies)}. {failed or passed}. {margin}{_scale(studies)}"
 
 
@@ -474,10 +478,10 @@ def _scale(studies: list[Judged]) -> str:
     """Return sentences on what a difference is worth: what narrower dense networks add to the loss."""
     narrower = {}
     for one in studies:
-        base = one.arms["dense"].flops
+        base = one.groups["dense"].flops
         for name, effect in one.over_dense.items():
             if name == methods.HALF or name.startswith("narrower dense"):
-                narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
+                narrower.setdefault(f"{one.groups[name].flops / base:.2f}", f"{interval(effect, 4)}")
     shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
     parts = [f"{more} with {share} of the FLOPs" for share, more in shown.items()]
     return f" The loss of a narrower dense network minus that of dense is {' and '.join(parts)}." if parts else ""

@@ -1,4 +1,4 @@
-"""Claims of studies: the verdicts that their results give, their gates and rivals, and bad results."""
+"""Claims of studies: the verdicts that their results give, their sanity checks and baselines, and bad results."""
 
 import json
 import math
@@ -23,9 +23,9 @@ FLOOR = "random 1:16 mask"
 DW = "MdGf (30 %) + MVUE(dw)"
 
 
-def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
+def line(group, seed, loss, accuracy=0.88, name=NAME, **more):
     study = recorded.study(name)
-    changes = study.design.arms[arm] | {"seed": seed}
+    changes = study.design.groups[group] | {"seed": seed}
     (member,) = members.listed(config_files.load(study.config_file), [changes])
     return {
         "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
@@ -43,8 +43,8 @@ def written(folder, lines, name=NAME):
     return folder
 
 
-def runs(arm, losses, **more):
-    return [line(arm, 10 + n, loss, **more) for n, loss in enumerate(losses)]
+def runs(group, losses, **more):
+    return [line(group, 10 + n, loss, **more) for n, loss in enumerate(losses)]
 
 
 DENSE = [0.330, 0.331, 0.329, 0.332]
@@ -91,7 +91,7 @@ def test_the_tables_say_what_was_measured(tmp_path):
     )  # a column without values is left out
     assert "| 0.75 | 1.00 | 3 of 4 | seeds missing: 13 |" in rows[DW]
     assert "| 0 of 4 | seeds missing" in rows[f"narrower dense, FLOPs of “{DW}”"]
-    assert f"The study passes its gate: “{FLOOR}” minus dense is +0.0995 [+0.0" in text
+    assert f"The study passes its sanity check: “{FLOOR}” minus dense is +0.0995 [+0.0" in text
     assert "The margin is 0.01 nats, or 0.5 points." in text
     shown = f"| {DW} is as good as dense | not finished: 1 of 8 runs are missing | +0.0100 [+0.0100, +0.0100] |"
     assert rows[f"{DW} is as good as dense"].startswith(shown)
@@ -109,16 +109,16 @@ def test_times_are_those_of_steps_in_turn(tmp_path):
     times_of |= {"config": digest.identity(times.config(NAME)).digest, "command": looks.command("times"), "notes": []}
     times_of |= {"began": "", "ended": "", "versions": {}}
     results = written(tmp_path, [*GOOD, *runs(DW, DENSE), *runs(shorter, DENSE)])
-    assert {str(arm.time) for arm in claims.judged(NAME, results).arms.values()} == {"nan"}
+    assert {str(group.time) for group in claims.judged(NAME, results).groups.values()} == {"nan"}
     assert "The times of this study have not been measured. Measure them with: " in reproduce.block(NAME, results)[0]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of) + "\n")
-    arms = claims.judged(NAME, results).arms
-    assert (arms["dense"].time, arms[DW].time) == (1.0, 1.5)
-    assert arms[shorter].time == pytest.approx(4401 / 6000)
+    groups = claims.judged(NAME, results).groups
+    assert (groups["dense"].time, groups[DW].time) == (1.0, 1.5)
+    assert groups[shorter].time == pytest.approx(4401 / 6000)
     assert f"{NAME}_time" in reproduce.block(NAME, results)[1]
     shutil.copy(results / "times_cpu.jsonl", results / "times_gpu.jsonl")  # a GPU may time a study of a CPU
     (results / "times_cpu.jsonl").unlink()
-    assert claims.judged(NAME, results).arms[DW].time == 1.5
+    assert claims.judged(NAME, results).groups[DW].time == 1.5
     assert not [path for path in reproduce.unplaced("", results) if "times" in path.name]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of | {"config": "0123456789ab"}) + "\n")
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_claims_whose_runs_are_missing_count_too(tmp_path):
     assert {len(judgement.differences) for judgement in others} == {0}
     values = {"dense": dict(enumerate(DENSE)), DW: dict(enumerate([0.331, 0.3325, 0.3302, 0.3333]))}
     alone = effects.effects(
-        {arm: {s: -v for s, v in of.items()} for arm, of in values.items()}, [(DW, "dense")], [-0.01]
+        {group: {s: -v for s, v in of.items()} for group, of in values.items()}, [(DW, "dense")], [-0.01]
     )
     assert first.differences["loss"].p == pytest.approx(min(11 * alone[0].p, 1))
 
@@ -176,10 +176,10 @@ def counted(results):
 
 
 def of_study(name, **losses):
-    """Return lines of the arms of a study, with these losses by seed. Its random arm is much worse."""
+    """Return lines of the configs of a study, with these losses by seed. Its random config is much worse."""
     losses = {"dense": DENSE, FLOOR: np.add(DENSE, 0.1).tolist()} | losses
     first = 10 if name == NAME else 0
-    return [line(arm, first + seed, loss, name=name) for arm, of in losses.items() for seed, loss in enumerate(of)]
+    return [line(group, first + seed, loss, name=name) for group, of in losses.items() for seed, loss in enumerate(of)]
 
 
 NARROWER, SHORTER = (f"{word} dense, FLOPs of “{DW}”" for word in ("narrower", "shorter"))
@@ -221,18 +221,18 @@ def test_sparse_methods_are_counted_beside_what_the_networks_reach(studies, coun
     assert {network: cells[2:] for network, cells in found.items()} == counts
     assert found[VIT][:2] == ("88.0 %", "k nearest neighbours 85.5 %")
     if len(studies) == 1:
-        said = f"**{VIT}**, one study, run on a CPU. It passes its gate. The margin is 0.01 nats."
+        said = f"**{VIT}**, one study, run on a CPU. It passes its sanity check. The margin is 0.01 nats."
         assert said in reproduce.block("networks", tmp_path)[0]
 
 
 def test_a_study_that_does_not_pass_is_named(tmp_path):
     results = written(tmp_path, [*runs("dense", DENSE, accuracy=0.8), *runs(FLOOR, [0.43, 0.44, 0.42, 0.43])])
     other = "methods_vit_cpu"
-    written(results, [line(arm, seed, loss, name=other) for arm, losses in (("dense", DENSE), (FLOOR, [0.5, 0.51]))
+    written(results, [line(group, seed, loss, name=other) for group, losses in (("dense", DENSE), (FLOOR, [0.5, 0.51]))
                       for seed, loss in enumerate(losses)], other)  # fmt: skip
     text = reproduce.block("networks", results)[0]
     assert f"2 studies, run on a CPU. `{NAME}` does not pass: " in text
-    assert "pass their gate" not in text
+    assert "pass their sanity check" not in text
     dense, _, *counts = counted(results)["ViT, Fashion-MNIST"]
     assert (dense, {*counts}) == ("80.0 % to 88.0 %", {"not compared"})  # no claim of these studies counts
 
@@ -240,9 +240,9 @@ def test_a_study_that_does_not_pass_is_named(tmp_path):
 @pytest.mark.parametrize("lines", [runs(FLOOR, DENSE), [*runs("dense", DENSE), *runs(FLOOR, DENSE[:1])]])
 def test_a_study_whose_gate_has_no_runs_yet_is_not_judged(lines, tmp_path):
     results = written(tmp_path, [*lines, *runs(DW, DENSE)])
-    arms = len(claims.judged(NAME, results).arms)
-    assert arms > 3
-    done = f"{len(lines) + len(DENSE)} of {4 * arms} runs"
+    groups = len(claims.judged(NAME, results).groups)
+    assert groups > 3
+    done = f"{len(lines) + len(DENSE)} of {4 * groups} runs"
     text, pictures = reproduce.block(NAME, results)
     assert f"Not finished: {done} are done. The study is judged when dense and “{FLOOR}” have two runs each." in text
     assert not pictures
@@ -275,7 +275,7 @@ DIVERGED = "diverged: the loss is nan at step 3"
 def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     results = written(tmp_path, [*lines, *runs(DW, DENSE)])
     assert claims.judged(NAME, results).failed == why
-    assert f"The study does not pass its gate: {why}." in reproduce.block(NAME, results)[0]
+    assert f"The study does not pass its sanity check: {why}." in reproduce.block(NAME, results)[0]
     screen = reproduce.block("claims", results)[0]
     assert not any(judgement.verdicts for judgement in claims.judged(NAME, results).judgements)
     assert screen.count("| does not count |") == screen.count("| not passed |") == 3
@@ -301,9 +301,9 @@ def test_arms_without_a_hardened_network_are_named(tmp_path):
     """Their weights are drawn at random, and the loss is that in training."""
     drawn = [line(DW, 10 + n, 0.0, figures={"accuracy": 0.88, "loss": 0.35 + 0.001 * n}) for n in range(4)]
     results = written(tmp_path, [*GOOD, *drawn])
-    assert claims.judged(NAME, results).arms[DW].losses[11] == 0.351
-    assert f"Arms without a hardened network: {DW}. They draw" in reproduce.block(NAME, results)[0]
-    assert "Arms without a hardened network" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
+    assert claims.judged(NAME, results).groups[DW].losses[11] == 0.351
+    assert f"Configs without a hardened network: {DW}. They draw" in reproduce.block(NAME, results)[0]
+    assert "Configs without a hardened network" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
 def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
@@ -366,7 +366,7 @@ REFUSED = {  # lines after good ones, or a text: made when the seeds of the stud
         "“MdGf .*” with seed 10 has no validation_loss, but other runs of it have one",
     ),
     "another seed": (lambda: line("dense", 3, 0.3), "jsonl: the run .* is not in the study. Delete its line"),
-    "another arm": (elsewhere, "jsonl: the run .* is not in the study. Delete its line"),
+    "another method": (elsewhere, "jsonl: the run .* is not in the study. Delete its line"),
     "another command": (
         lambda: line("dense", 10, 0.3, command="python launch.py --config=a.py --sweep"),
         "line 9 was made by another command",
@@ -437,8 +437,8 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded.study(NAME).module, "SEEDS", range(10, 18))
     draw = np.random.default_rng(0)
     quiet = lambda: (0.33 + 0.001 * draw.standard_normal(8)).tolist()
-    arms = [DW, f"narrower dense, FLOPs of “{DW}”", f"shorter dense, FLOPs of “{DW}”"]
-    lines = [each for arm in ("dense", *arms[1:]) for each in runs(arm, quiet())]
+    groups = [DW, f"narrower dense, FLOPs of “{DW}”", f"shorter dense, FLOPs of “{DW}”"]
+    lines = [each for group in ("dense", *groups[1:]) for each in runs(group, quiet())]
     lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist()) + runs(FLOOR, [0.5] * 8)
     text, _ = reproduce.block(NAME, written(tmp_path, lines))
     assert re.search(rf"scatter much more than those of others, by the test loss.*: {re.escape(DW)}\.", text)
@@ -453,20 +453,20 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", STUDIES)
 def test_claims_are_about_arms_of_the_study(name):
     module, variant = recorded.study(name)[:2]
-    _, gate, seeds, arms, said = module.design(variant)
-    assert len({str(changes) for changes in arms.values()}) == len(arms)
-    assert {arm for claim in said for arm in (claim.first, claim.second)} <= {*arms}
-    assert gate.worse in arms
-    assert len(module.get_sweep(variant)) == len(arms) * len(seeds)
+    _, check, seeds, groups, said = module.design(variant)
+    assert len({str(changes) for changes in groups.values()}) == len(groups)
+    assert {group for claim in said for group in (claim.first, claim.second)} <= {*groups}
+    assert check.worse in groups
+    assert len(module.get_sweep(variant)) == len(groups) * len(seeds)
 
 
 def test_the_main_claims_follow_their_rule():
-    """A config file's method meets dense training and its rivals. A paper's method meets one other, once a network."""
+    """A config file's method meets dense training and its baselines; a paper's meets one other, once a network."""
     found = {}
     for one in map(recorded.study, STUDIES):
         for claim in one.design.claims:
             if claim.about:
-                found.setdefault((claim.about, one.design.gate.network), []).append((one.module, claim))
+                found.setdefault((claim.about, one.design.check.network), []).append((one.module, claim))
     assert {about for about, _ in found} == {*ABOUT}
     for (about, network), claims_of in found.items():
         seconds = {claim.second.partition(",")[0] for _, claim in claims_of}
@@ -483,7 +483,7 @@ def test_a_main_claim_about_a_config_is_about_its_method(about):
     for one in map(recorded.study, STUDIES):
         for claim in one.design.claims:
             if claim.about == about:
-                method = claims.recipe_of(one, one.design.arms[claim.first])
+                method = claims.recipe_of(one, one.design.groups[claim.first])
                 assert method == settings.recipe(config, 1000)
 
 
@@ -495,14 +495,14 @@ ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu
 def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
-    base, arms = config_files.load(study.config_file), study.design.arms
-    config = lambda arm: members.listed(base, [arms[arm] | {"seed": 0}])[0].config
+    base, groups = config_files.load(study.config_file), study.design.groups
+    config = lambda group: members.listed(base, [groups[group] | {"seed": 0}])[0].config
     found = 0
-    for rival in arms:
-        kind, _, method = rival.removesuffix("”").partition(", FLOPs of “")
+    for dense_baseline in groups:
+        kind, _, method = dense_baseline.removesuffix("”").partition(", FLOPs of “")
         if method:
             found += 1
-            assert flops(config(rival)) == pytest.approx(flops(config(method)), rel=0.01), (kind, method)
+            assert flops(config(dense_baseline)) == pytest.approx(flops(config(method)), rel=0.01), (kind, method)
     assert found >= (1 if base.experiment == "finetune" else 2)
 
 

@@ -170,15 +170,15 @@ def test_windows_are_cut_to_their_first_tokens(monkeypatch):
 
 @pytest.mark.slow
 def test_all_arms_take_steps_in_turn(monkeypatch):
-    """Each arm takes 40 steps that follow each other, at each of five places of the run."""
-    taken, take = [], times._Arm._steps
+    """Each config takes 40 steps that follow each other, at each of five places of the run."""
+    taken, take = [], times._Timed._steps
 
-    def steps(arm, place, number, count):
-        seconds = take(arm, place, number, count)
-        taken.append((arm.program.recipe.rules[0][1], place, int(arm.state.step)))
+    def steps(group, place, number, count):
+        seconds = take(group, place, number, count)
+        taken.append((group.program.recipe.rules[0][1], place, int(group.state.step)))
         return seconds
 
-    monkeypatch.setattr(times._Arm, "_steps", steps)
+    monkeypatch.setattr(times._Timed, "_steps", steps)
     base = looking.config("vit_cpu", *VIT, "steps=1000")
     found = times.measured(base, {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}})
     assert found.keys() == {"dense", "STE"}
