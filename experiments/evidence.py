@@ -9,25 +9,41 @@ from typing import Any
 
 import numpy as np
 
+import nmjax as nm
 from experiments.claims import POINTS, Judged, Judgement, judged, mean, recipe_of, score, simple
 from experiments.errors import Mistake
 from experiments.recorded import study
 from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
-from experiments.studies import ABOUT, STUDIES, SanityCheck, methods
+from experiments.studies import ABOUT, STUDIES, Claim, SanityCheck, methods
 
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
     "verdict by the accuracy", "difference of the accuracy, points",
     "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
-OTHERWISE = "verdict by another score, if it differs"
+MATCHES = "as good as dense"
 QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second config begins
-    "as good as dense": ("as good as", "dense"),
+    MATCHES: ("as good as", "dense"),
     "better than narrower dense": ("better than", "narrower dense"),
     "better than shorter dense": ("better than", "shorter dense"),
 }
+PRUNED = {  # what a sparse config prunes, and what its line in the first table says
+    "2:4 weights": "methods with 2:4 weights that match dense",
+    "sparser weights": "methods with sparser weights, 1:4 to 1:64, that match dense",
+    "others": "methods that prune only gradients or activations, and match dense",
+}
+BETTER = {
+    "better than narrower dense": "methods that are better than a narrower dense network",
+    "better than shorter dense": "methods that are better than a shorter dense run",
+}
+RESULTS = {  # a verdict in a word or two
+    "as good as": {effects.HOLDS: "matches", effects.SLIGHTLY: "matches, slightly worse"},
+    "better than": {effects.HOLDS: "better", effects.SMALL: "slightly better", effects.NO_DIFFERENCE: "no difference"},
+}
+LINE = ["compared", "network", "loss minus the other's, 95 % interval", "seeds", "result"]
+ELSE = "†"  # after a result that is another one by another score
 
 LEGEND = {  # the words of the tables
     "Config": "one setup that is trained with several seeds: a method, or dense training with a given width and number "
@@ -292,33 +308,58 @@ def remarks(one: Judged, results: Path) -> list[str]:
 
 
 def counts(results: Path) -> str:
-    """Return the table of the networks: what dense training reaches, and how many sparse methods are as good or better.
+    """Return the first table: what dense training reaches in each network, and how many sparse methods match it.
 
     Args:
       results: The folder of the results.
     """
     studies = _judged(results)
-    verdicts = _once(studies)
-    rows = [["network", "dense training", "a simple method", *QUESTIONS]]
-    for network, ones in _networks(studies).items():
-        cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
-        rows.append([network, _spread(ones), next(reversed(simple_methods(ones[0].check, results)), ""), *cells])
+    found, networks = _once(studies), _networks(studies)
+    rows = [["", *map(_short_network, networks)], ["data", *(name.partition(", ")[2] for name in networks)]]
+    rows.append(["dense training reaches", *map(_spread, networks.values())])
+    for kind, title in PRUNED.items():
+        of = lambda name, kind=kind: [verdict for what, verdict in found.get((name, MATCHES), []) if what == kind]
+        rows.append([title, *(_counted(of(name)) for name in networks)])
+    rows.insert(4, ["a random 2:4 mask that never changes", *(_random(ones) for ones in networks.values())])
+    for question, title in BETTER.items():
+        rows.append([title, *(_counted([v for _, v in found.get((name, question), [])]) for name in networks)])
     return markdown_table(rows)
 
 
-def _counted(verdicts: list[str]) -> str:
-    """Return how many claims hold, and in brackets the other verdicts.
+def _random(studies: list[Judged]) -> str:
+    """Return how a random 2:4 mask that never changes compares with dense training, in a word."""
+    found = [(one, each) for one in studies for each in one.judgements if each.claim.first == "random 2:4 mask"]
+    results = [line(judgement, one)[-1] for one, judgement in found if judgement.claim.second == "dense"]
+    return results[0] if results else "–"
 
-    >>> _counted(["holds", "undecided", "holds", "does not hold: worse"])
-    '2 of 4 (1 worse, 1 undecided)'
-    >>> _counted(["holds"]), _counted([])
-    ('1 of 1', 'not compared')
+
+def _short_network(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _counted(verdicts: list[str]) -> str:
+    """Return how many claims hold.
+
+    >>> _counted(["holds", "undecided", "holds", "does not hold: worse"]), _counted([])
+    ('2 of 4', '–')
     """
-    if not verdicts:
-        return "not compared"
-    number = {kind: sum(effects.kind(verdict) == kind for verdict in verdicts) for kind in effects.KINDS}
-    others = [f"{count} {kind}" for kind, count in number.items() if count and kind != effects.HOLDS]
-    return f"{number[effects.HOLDS]} of {len(verdicts)}" + (f" ({', '.join(others)})" if others else "")
+    held = sum(effects.kind(verdict) == effects.HOLDS for verdict in verdicts)
+    return f"{held} of {len(verdicts)}" if verdicts else "–"
+
+
+def pruned(recipe: nm.Recipe) -> str:
+    """Return what a recipe prunes, a key of `PRUNED`.
+
+    >>> pruned(nm.Recipe({"mlp": "ste(2,4); dw_g=mvue(1,4)"})), pruned(nm.Recipe({".*": "mdgf(1,8,linear(1,0,9))"}))
+    ('2:4 weights', 'sparser weights')
+    >>> pruned(nm.Recipe({".*": "dw_g=mvue(2,4)"}))
+    'others'
+    """
+    weights = [str(sparsity.y_w) for _, sparsity in recipe.rules]
+    patterns = [(int(n), int(m)) for text in weights for n, m in re.findall(r"\((\d+),(\d+)", text)]
+    if not patterns:
+        return "others"
+    return "2:4 weights" if all(2 * n == m for n, m in patterns) else "sparser weights"
 
 
 def networks(results: Path) -> str:
@@ -345,11 +386,13 @@ def main_claims(results: Path) -> str:
             continue
         if any(seed not in group.losses | group.lost for group in one.groups.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
-        rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head = ["config or paper", "network", *HEAD[:3], OTHERWISE, "seeds", "sanity check"]
+        rows += [(one, judgement) for judgement in one.judgements if judgement.claim.about]
     known = [*_networks(found)]
-    rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
-    parts = [markdown_table([head, *rows])]
+    rows.sort(key=lambda row: (ABOUT.index(row[1].claim.about), known.index(row[0].check.network)))
+    of = [judgement.claim.about for _, judgement in rows]
+    named = ["" if n and about == of[n - 1] else about for n, about in enumerate(of)]
+    lines = [[about, *line(judgement, one)] for about, (one, judgement) in zip(named, rows, strict=True)]
+    parts = [markdown_table([["config or paper", *LINE], *lines])]
     if begun:
         parts.append(f"Not finished: {', '.join(begun)}.")
     if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
@@ -371,30 +414,54 @@ def asked(text: str, results: Path, section: Callable[[str], str]) -> str:
       Mistake: If the study has no such claim.
     """
     rows, question, of = [], "", functools.cache(lambda name: judged(name, results))
-    for line in text.strip().splitlines():
-        name, colon, claim = line.partition(": ")
+    for asked_for in text.strip().splitlines():
+        name, colon, claim = asked_for.partition(": ")
         if not colon:
-            question = line
+            question = asked_for
             continue
         one = of(name)
         found = [judgement for judgement in one.judgements if re.fullmatch(claim, judgement.claim.text)]
         if not found:
             raise Mistake(f"{name} has no claim {claim!r}. Its claims are in experiments/studies.")
         for judgement in found:
-            _, network, *cells, _ = _row(judgement, one)
-            rows.append([question, f"[{network}]({section(name)})", *cells])
+            names, network, *cells = line(judgement, one)
+            rows.append([question, names, f"[{network}]({section(name)})", *cells])
             question = ""
-    table = [["question", "network", *HEAD[:3], OTHERWISE, "seeds"], *rows]
+    table = [["question", *LINE], *rows]
     return markdown_table(table if any(row[0] for row in rows) else [row[1:] for row in table])
 
 
-def _row(judgement: Judgement, one: Judged) -> list[str]:
-    """Return the row of a main claim."""
-    by = judgement.verdicts
-    others = [f"{by[score]} ({score})" for score in ("accuracy", "validation loss") if differs(judgement, score)]
-    passed = "not passed" if one.failed else "passed"
-    shown = [judgement.claim.text, judgement.verdict, interval(judgement.differences.get("loss"), 4), "; ".join(others)]
-    return [judgement.claim.about, one.check.network, *shown, seeds(judgement, one), passed]
+def line(judgement: Judgement, one: Judged) -> list[str]:
+    """Return a claim in one short row: what is compared, where, the difference of the loss, the seeds, the result."""
+    by, claim = judgement.verdicts, judgement.claim
+    result = RESULTS[claim.kind].get(judgement.verdict, effects.plain(judgement.verdict))
+    result += f" {ELSE}" if any(differs(judgement, score) for score in by) else ""
+    difference = interval(judgement.differences.get("loss"), 3)
+    return [compared(claim), _short_network(one.check.network), difference, seeds(judgement, one), result]
+
+
+def compared(claim: Claim) -> str:
+    """Return what a claim compares, in few words.
+
+    >>> compared(Claim("", "S-STE + MVUE(dw)", "as good as", "dense"))
+    'S-STE 2:4 + MVUE(dw) vs dense'
+    >>> text = "MdGf is better than a network that has slightly more FLOPs (feed-forward layers)"
+    >>> compared(Claim(text, "MdGf 1:16", "better than", "narrower dense, FLOPs of “MdGf 1:16”"))
+    'MdGf 1:16 vs narrower dense, which has slightly more FLOPs (feed-forward layers)'
+    """
+    sides = [_with_pattern(re.sub(", FLOPs of “.*”", "", name)) for name in (claim.first, claim.second)]
+    more = ", which has slightly more FLOPs" if "slightly more FLOPs" in claim.text else ""
+    more += ", which has fewer FLOPs" if ", with more FLOPs," in claim.text else ""
+    layers = re.search("queries|feed-forward layers", re.sub("narrower feed-forward layers", "", claim.text))
+    where = {"queries": " (queries, keys, feed-forward)", "feed-forward layers": " (feed-forward layers)"}
+    return f"{' vs '.join(sides)}{more}{where[layers[0]] if layers else ''}"
+
+
+def _with_pattern(name: str) -> str:
+    """Return the name of a config with its pattern, which is 2:4 if the name has none."""
+    if re.search(r"\d:\d", name) or re.match("(narrower |shorter )?dense", name):
+        return name
+    return re.sub("^[^ ,]+", lambda word: f"{word[0]} 2:4", name)
 
 
 def _with_results(results: Path) -> list[Judged]:
@@ -429,11 +496,12 @@ def _otherwise(studies: list[Judged]) -> list[str]:
     ]
 
 
-def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
+def _once(studies: list[Judged]) -> dict[tuple[str, str], list[tuple[str, str]]]:
     """Return the verdicts that are counted, by their network and their question, a key of `QUESTIONS`.
 
     Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
-    counts. Random masks do not count: they are there to compare with.
+    counts. Random masks do not count: they are there to compare with. Each verdict stands behind what its config
+    prunes, a key of `PRUNED`.
     """
     found: dict[tuple[str, Hashable, str], Judgement] = {}
     for one in studies:
@@ -446,9 +514,9 @@ def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
                     key = (one.check.network, recipe_of(one.study, one.groups[claim.first].changes), question)
                     if key not in found or judgement.seeds > found[key].seeds:
                         found[key] = judgement
-    verdicts: dict[tuple[str, str], list[str]] = {}
-    for (network, _, question), judgement in found.items():
-        verdicts.setdefault((network, question), []).append(judgement.verdict)
+    verdicts: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for (network, recipe, question), judgement in found.items():
+        verdicts.setdefault((network, question), []).append((pruned(recipe), judgement.verdict))
     return verdicts
 
 

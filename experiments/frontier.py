@@ -157,7 +157,7 @@ def notes(one: Judged, lines: list[dict]) -> list[str]:
         found.append(
             f"Your runs were made on {devices(lines)}, and those of the study on {devices(of_study)}, which may round "
             "products in another way. Draw no conclusions from small differences: in the study of the GPT, some "
-            "verdicts of a CPU and of a GPU differ (docs/evidence/method.md, Changes)."
+            "verdicts of a CPU and of a GPU differ (experiments/LAB_NOTEBOOK.md)."
         )
     elif {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in of_study}:
         found.append(

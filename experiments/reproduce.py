@@ -33,7 +33,7 @@ from experiments.report.words import duration
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 DOCS = ROOT.parent / "docs"
-PAGES = (PAGE, DOCS / "tutorials" / "which_method.md", DOCS / "explained" / "papers.md")
+PAGES = (PAGE, DOCS / "evidence" / "methods.md")
 ALL = {
     "counts": evidence.counts,
     "claims": evidence.main_claims,
