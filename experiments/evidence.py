@@ -15,7 +15,7 @@ from experiments.errors import Mistake
 from experiments.recorded import study
 from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
-from experiments.report.words import markdown_table, percent
+from experiments.report.words import markdown_table, percent, signed
 from experiments.studies import ABOUT, STUDIES, Claim, SanityCheck, methods
 
 HEAD = [
@@ -201,12 +201,14 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         if not math.isnan(share):
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
-            points[kind].append(cv.Point(name, share, effect.difference, (high - low) / 2, colour))
+            points[kind].append(
+                cv.Point(re.sub(", FLOPs of “.*”", "", name), share, effect.difference, (high - low) / 2, colour)
+            )
     up = f"difference of the loss from dense, {one.check.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
     return cv.frontier(
         f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
-        alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
+        alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say=signed, best=min,
         keys={name: colour for name, colour in named.items() if name != "yours" or yours},
     )  # fmt: skip
 
@@ -243,7 +245,15 @@ def flips(one: Judged) -> str:
         return ""
     style = lambda n: {"colour": f"s{n % 8}", "dash": "-" if n < 8 else "--"}
     drawn = [cv.banded(curves, group, **style(n)) for n, (group, curves) in enumerate(found.items())]
-    return cv.draw(f"{one.name}-flips", drawn, alt=f"{FLIPS}.", say=percent, bounds=(0,))
+    return cv.draw(
+        f"{one.name}-flips",
+        drawn,
+        alt=f"{FLIPS}.",
+        up="share of a mask that changes at a step",
+        say=percent,
+        bounds=(0,),
+        wide=True,
+    )
 
 
 def _held(changes: dict[str, Any]) -> bool:

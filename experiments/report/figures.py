@@ -204,7 +204,15 @@ def plot(
         words += f" Not finite: {broken} value{'s' if broken > 1 else ''}, × on the axis."
     until = max(records[-1]["step"] for records in run.metrics.values())
     thin = [cv.thinned(c, limit) for c in lines or curves]
-    svg = cv.draw(f"plot-{key}", thin, alt=f"{title} over steps. {words}", until=until, say_step=large, **options)
+    svg = cv.draw(
+        f"plot-{key}",
+        thin,
+        alt=f"{title} over steps. {words}",
+        up=title.lower() if title[1:2].islower() else title,
+        until=until,
+        say_step=large,
+        **options,
+    )
     return Figure(title, svg, words)
 
 

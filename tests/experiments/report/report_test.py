@@ -274,7 +274,7 @@ def test_what_is_not_finite_is_seen(tmp_path):
 @pytest.mark.parametrize("bounds", [(), (0,), (0, 1)])
 def test_any_values_can_be_drawn(values, bounds):
     curve = Curve("x", np.arange(len(values), dtype=float), np.array(values, float))
-    svg = cv.draw("x", [curve, curve], alt="x", log=True, bounds=bounds)
+    svg = cv.draw("x", [curve, curve], alt="x", up="y", log=True, bounds=bounds)
     assert svg.count(">x</text>") == 2
     assert "nan" not in svg.lower()
 
