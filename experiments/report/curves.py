@@ -120,7 +120,7 @@ def unbeaten(points: Sequence[tuple[float, float]], best: Callable = max) -> lis
 def draw(
     name: str, curves: list[Curve], *, alt: str, up: str, until: float = 0, say: Say = number, say_step: Say = number,
     log: bool = False, bounds: tuple[float, ...] = (), ring: tuple[float, float, str] | None = None,
-    along: str = "step", since: float = 0, wide: bool = False,
+    along: str = "step", since: float = 0, wide: bool = False, least: float = 0,
 ) -> Markup:  # fmt: skip
     """Return an SVG element with curves over steps.
 
@@ -138,6 +138,7 @@ def draw(
       along: The title of the axis of steps.
       since: The first step of the axis.
       wide: Whether there is room for long names at the ends of curves.
+      least: The least range of the axis of values.
     """
     width = 700 if wide else WIDTH
     shown = [c._replace(label=c.name if wide and c.label is None else c.shown) for c in curves]
@@ -155,7 +156,7 @@ def draw(
         broken = np.unique(np.concatenate([c.steps[~c.finite] for c in curves]))  # a cross on the axis at each
         style = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
         axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **style)
-        _scale(axes, finite, log, bounds)
+        _scale(axes, finite, log, bounds, least)
         axes.set_xlim(since, max([until, 1, *(c.steps.max() for c in curves)]))
         axes.xaxis.set_major_locator(locate(6, integer=True, steps=STEPS))
         axes.minorticks_off()
@@ -169,7 +170,7 @@ def draw(
 
 def frontier(
     name: str, points: list[Point], lines: list[list[Point]], *, alt: str, along: str, up: str, keys: dict[str, str],
-    say: Say, best: Callable = max,
+    say: Say, best: Callable = max, least: float = 0, wide: bool = True,
 ) -> Markup:  # fmt: skip
     """Return an SVG element with values by their costs. A dashed line joins the points that no other point beats.
 
@@ -187,6 +188,8 @@ def frontier(
       keys: The colours' meanings, shown in a row above.
       say: Writes a value at the axis.
       best: ``max`` if a higher value is better, else ``min``.
+      least: The least range of the axis of values.
+      wide: Whether it fills a page. Otherwise it has the width of a picture of `draw`.
     """
     joined = [p for line in lines for p in line]
     known, sign = [*points, *joined], 1 if best is max else -1
@@ -199,22 +202,20 @@ def frontier(
 
     def drawn(numbered: bool) -> tuple[Markup, bool]:
         """Return the picture, and whether a name lies on something."""
-        columns = 1 if max((len(said(p)) for p in points), default=0) > 48 else 2
+        columns = 1 if not wide or max((len(said(p)) for p in points), default=0) > 48 else 2
         rows = -(-len(points) // columns) if numbered else 0
-        width, left, bottom, top = 760, 58, 44 + 17 * rows, 58
-        height, crowded = 412 + bottom, False
+        width, left, bottom, top = 760 if wide else WIDTH, 58, 44 + 17 * rows, 58 if keys else 34
+        height, crowded = (412 if wide else 250) + bottom, False
 
         def paint(axes: Any, locate: Any) -> list[_Text]:
             nonlocal crowded
             axes.axhline(0, color=hex_of("muted"), linewidth=1)
             ends = [(p.value - (p.error or 0), p.value + (p.error or 0)) for p in known if not far(p)]
             low, high = min(a for a, _ in ends), max(b for _, b in ends)
-            room = 0.06 * (high - low or 1)
-            axes.set_ylim(
-                low - room * (3 if sign > 0 and any(map(far, known)) else 1),
-                high + room * (3 if sign < 0 and any(map(far, known)) else 1),
-            )
-            limits = axes.get_ylim()
+            room = max(0.06 * (high - low), (least - (high - low)) / 2) or 0.06
+            below, above = (room * (3 if sign == side and any(map(far, known)) else 1) for side in (1, -1))
+            limits = (low - below, high + above)
+            axes.set_ylim(limits)
             rim = limits[0] + room if sign > 0 else limits[1] - room
             for line, colour, dash in ((edge, "muted", (0, (4, 3))), *((line, line[-1].colour, "-") for line in lines)):
                 axes.plot(
@@ -223,15 +224,15 @@ def frontier(
                     linewidth=1,
                     linestyle=dash,
                 )
-            least, most = (of(p.cost for p in known) for of in (min, max))
-            axes.set_xlim(least - 0.04 * (most - least or 1), most + 0.04 * (most - least or 1))
+            first, last = (of(p.cost for p in known) for of in (min, max))
+            axes.set_xlim(first - 0.04 * (last - first or 1), last + 0.04 * (last - first or 1))
             at = lambda p: p._replace(value=rim, error=None) if far(p) else p
-            shown = _apart(order if numbered else points, 0.011 * (most - least or 1))
+            shown = _apart(order if numbered else points, 0.011 * (last - first or 1))
             for p in [*joined, *shown]:
-                size = 4 if p in joined else 7
+                size, mark = (4 if p in joined else 7) + 2 * far(p), ("v" if sign > 0 else "^") if far(p) else "o"
                 axes.errorbar(
-                    p.cost, at(p).value, yerr=at(p).error, fmt=("v" if sign > 0 else "^") if far(p) else "o", color=hex_of(p.colour),
-                    markersize=size + 2 * far(p), elinewidth=1.4, capsize=0, markeredgewidth=0,
+                    p.cost, at(p).value, yerr=at(p).error, fmt=mark, color=hex_of(p.colour), markersize=size,
+                    elinewidth=1.4, capsize=0, markeredgewidth=0,
                 )  # fmt: skip
             axes.xaxis.set_major_locator(locate(6, steps=STEPS))
             axes.yaxis.set_major_locator(locate(6, steps=STEPS))
@@ -393,7 +394,7 @@ def _plot(axes: Any, curve: Curve, key: str) -> None:
         axes.plot(curve.steps[alone], curve.values[alone], "o", markersize=size, markeredgewidth=0, **style)
 
 
-def _scale(axes: Any, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> None:
+def _scale(axes: Any, finite: np.ndarray, log: bool, bounds: tuple[float, ...], least_range: float = 0) -> None:
     """Set the limits of the axis of values. With ``log`` it is logarithmic if the values span decades."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -409,7 +410,7 @@ def _scale(axes: Any, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) 
             axes.set_yscale("symlog", linthresh=max(least, high * 1e-6), linscale=0.5)
             axes.set_ylim(0, high * 1.3)
         return
-    room = 0.05 * (high - low) or max(0.1 * abs(high), 1e-12)
+    room = max(0.05 * (high - low), (least_range - (high - low)) / 2) or max(0.1 * abs(high), 1e-12)
     bottom = low if low in bounds and low < high else low - room
     top = high if high in bounds and low < high else high + room
     axes.set_ylim(bottom, top)

@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -305,6 +306,12 @@ def _numbers(steps: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.n
         kept = np.array([is_number(value) for value in values], bool)
         steps, values = steps[kept], [value for value in values if is_number(value)]
     return steps, np.array(values, float)
+
+
+def test_examples(run: Run) -> int:
+    """Return the number of test examples that the header of a run names: 0 if it names none, or tokens."""
+    found = re.search(r"(\d[\d,]*) test\b", str(dict(run.about.get("header") or ()).get("data", "")))
+    return int(found[1].replace(",", "")) if found and run.about.get("unit") != "tokens" else 0
 
 
 def at_once(about: Mapping[str, Any]) -> int:

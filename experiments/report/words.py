@@ -140,10 +140,11 @@ def tick(say: Callable[[float], str], value: float, step: float) -> str:
     """
     if say is large and 1000 <= abs(value) < 1e5 and float(f"{value:.3g}") != value:
         return f"{value:,.0f}".replace("-", "−")
-    form = {number: ("{:,.{}f}", 1), signed: ("{:+,.{}f}", 1), percent: ("{:,.{}f} %", 100)}.get(say)
+    forms = {number: ("{:,.{}f}", 1), percent: ("{:,.{}f} %", 100)}
+    form = (forms | {signed: ("{:+,.{}f}", 1), in_points: ("{:+,.{}f}", 100)}).get(say)
     if form is None or not step or not 1e-4 <= abs(step) < 1e6:
         return say(value)
-    if say is signed and value == 0:
+    if say in (signed, in_points) and value == 0:
         return "0"
     text, factor = form
     digits = next((n for n in range(6) if abs(factor * step * 10**n - round(factor * step * 10**n)) < 1e-6), 6)
@@ -153,6 +154,11 @@ def tick(say: Callable[[float], str], value: float, step: float) -> str:
 def signed(x: float) -> str:
     """Return a difference with its sign: +0.012."""
     return f"{x:+.3f}".replace("-", "−")
+
+
+def in_points(x: float) -> str:
+    """Return a difference of shares of 1 in percentage points, with its sign: +1.2."""
+    return f"{100 * x:+.1f}".replace("-", "−")
 
 
 def milliseconds_of(seconds: float) -> str:
