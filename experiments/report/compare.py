@@ -35,8 +35,8 @@ SHARES = (
 DIFFERENCES = (
     "A difference is the mean over the seeds that both configs have, with its 95 % interval by Student's t. If they "
     "share no seed, it is the difference of the means, marked unpaired. A config is better or worse if the interval "
-    "leaves out 0; otherwise the difference may be chance. It cannot be told from one seed, nor from seeds that all have "
-    "the same difference. The intervals are not corrected for the number of configs."
+    "leaves out 0; otherwise the difference may be chance. One seed cannot tell, nor can seeds with one and the same "
+    "difference. The intervals are not corrected for the number of configs."
 )
 BETTER, WORSE, CHANCE, UNKNOWN = "better", "worse", "may be chance", "cannot be told"
 NOT_COMPARABLE = "not comparable"

@@ -1,5 +1,6 @@
 """The page of a comparison: the table, curves, the frontier, and the fields that differ."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def render(comparison: compare.Comparison, reports: Mapping[Path, str] | None = 
     unbroken = lambda cell: cell.replace(" % ", "\u00a0% ").replace(" ± ", "\u00a0±\u00a0").replace(", +", ",\u00a0+")
     rows = [[row[0], *map(unbroken, row[1:])] for row in compare.table(comparison)]
     first = len(rows[0]) - 1 - len(comparison.others)  # the number of the first of the other scores
+    marked = any(row[-1] for row in rows)
     legend, more = compare.legend_parts(comparison)
     return fill(
         "compare",
@@ -71,13 +73,11 @@ def render(comparison: compare.Comparison, reports: Mapping[Path, str] | None = 
         heading=f"The {comparison.metric.replace('_', ' ')}",
         remarks=comparison.notes,
         groups=groups,
-        rows=[[*row[:first], row[-1]] for row in rows]
-        if any(row[-1] for row in rows)
-        else [row[:first] for row in rows],
+        rows=[row[:first] + ([row[-1]] if marked else []) for row in rows],
         others=[[row[0], *row[first:-1]] for row in rows] if comparison.others else [],
         legend=legend,
         more=more,
-        curves=_curves(comparison),
+        curves=curves(comparison),
         frontier=_frontier(comparison),
         differ=[["", *comparison.names], *([k, *(c.get(k, "") for c in configs)] for k in compare.varied(configs))],
     )
@@ -88,18 +88,19 @@ def _style(n: int) -> tuple[str, str | tuple]:
     return f"s{n % 8}", cv.DASHES[n // 8 % len(cv.DASHES)]
 
 
-def _curves(comparison: compare.Comparison) -> list[Figure]:
+def curves(comparison: compare.Comparison) -> list[Figure]:
     """Return the figure of the means over seeds."""
-    curves, labels = [], distinct(comparison.names)
+    drawn, labels = [], distinct(comparison.names)
     for n, (group, name) in enumerate(zip(comparison.groups, comparison.names, strict=True)):
         runs = [Curve("", *series(run.metrics.get("eval", []), comparison.metric)) for run in group.runs.values()]
         if runs := [c for c in runs if c.steps.size and c.finite.any()]:
             colour, dash = _style(n)
-            curves.append(cv.banded(runs, name, colour=colour, dash=dash, width=1.8, label=labels[n]))
+            drawn.append(cv.banded(runs, name, colour=colour, dash=dash, width=1.8, label=labels[n]))
     splits = sorted({run.split for group in comparison.groups for run in group.runs.values()}, reverse=True)
-    words = f"Means over seeds, of the {' or the '.join(splits)} split. "
-    words += "The bands reach from the smallest to the largest value."
-    return _figure("compared", comparison, curves, words)
+    several = any(len(group.runs) > 1 for group in comparison.groups)
+    words = f"{'Means over seeds, of' if several else 'Scores of'} the {' or the '.join(splits)} split."
+    words += " The bands reach from the smallest to the largest value." if several else ""
+    return _figure("compared", comparison, drawn, words)
 
 
 def _frontier(comparison: compare.Comparison) -> list[Figure]:
@@ -113,22 +114,37 @@ def _frontier(comparison: compare.Comparison) -> list[Figure]:
 def _differences(key: str, comparison: compare.Comparison, costs: Sequence[float | None], cost: str) -> list[Figure]:
     """Return the figure of the differences to the baseline with their 95 % intervals; none if only one is known."""
     points, labels, metric = [], distinct(comparison.names, 40), comparison.metric
+    alone = all(row.difference is None for row in comparison.rows)  # then the scores themselves are shown
     for n, (row, share) in enumerate(zip(comparison.rows, costs, strict=True)):
-        difference = 0.0 if n == comparison.base else row.difference
-        if difference is not None and share is not None and abs(difference) < BEYOND:
-            half = (row.interval[1] - row.interval[0]) / 2 if row.interval else None
-            name = f"{labels[n]}, the baseline" if n == comparison.base else labels[n]
-            points.append(cv.Point(name, share, difference, half, _style(n)[0]))
+        base = n == comparison.base
+        value = row.mean if alone else 0.0 if base else row.difference
+        if value is None or share is None or abs(value) >= BEYOND:
+            continue
+        half = (row.interval[1] - row.interval[0]) / 2 if row.interval else None
+        name = f"{labels[n]}, the baseline" if base and not alone else labels[n]
+        points.append(cv.Point(name, share, value, _of_examples(comparison, n) if alone else half, _style(n)[0]))
     if len(points) < 2:
         return []
-    points_of = is_share(metric)
-    up = f"{metric.replace('_', ' ')} minus the baseline's{', points' if points_of else ''}, with 95 % intervals"
-    words = f"{compare.TEST}. A config without a line has too few seeds for an interval. {_one_example(comparison)}"
+    title, points_of = metric.replace("_", " "), is_share(metric)
+    up = f"{title} minus the baseline's{' in points' if points_of else ''}, 95 % intervals"
+    words = f"{compare.TEST}. A config without a line has too few seeds for an interval."
+    say = in_points if points_of else signed
+    if alone:
+        up, say, words = title, percent if points_of else number, f"{compare.TEST}."
+        words += " The lines are binomial standard errors." if any(p.error for p in points) else ""
     svg = cv.frontier(
         f"plot-{key}", points, [], alt=f"{up}, by {cost}.", along=f"{cost}, as a share of the baseline's", up=up,
-        say=in_points if points_of else signed, keys={}, best=max if points_of else min, least=_least(comparison),
+        say=say, keys={}, best=max if points_of else min, least=_least(comparison), wide=False,
     )  # fmt: skip
-    return [Figure(f"By {cost}", svg, words.strip())]
+    return [Figure(f"By {cost}", svg, f"{words} {_one_example(comparison)}".strip())]
+
+
+def _of_examples(comparison: compare.Comparison, n: int) -> float | None:
+    """Return the binomial standard error of the accuracy of a config's only run; None if it is not known."""
+    mean, runs = comparison.rows[n].mean, [*comparison.groups[n].finished.values()]
+    if mean is None or not is_share(comparison.metric) or len(runs) != 1 or not (count := test_examples(runs[0])):
+        return None
+    return math.sqrt(mean * (1 - mean) / count)
 
 
 def _least(comparison: compare.Comparison) -> float:

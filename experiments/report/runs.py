@@ -19,6 +19,7 @@ from experiments.errors import Mistake
 from experiments.report.words import duration, moment, only_tables
 
 PLAN = ("<!-- plan -->", "<!-- end of plan -->")  # around the plan in plan.html
+BASELINE = "baseline"  # the folder in which --with_baseline trains the run to compare with
 BLOCK = 2**16  # bytes of metrics.jsonl that are read at once, from the end
 LARGEST = 2**63  # of integers: no run writes larger ones
 BEYOND = 1e100  # float32 ends at 3e38: a larger value was infinite
@@ -62,6 +63,7 @@ ABOUT: Fields = {  # run.json
 }
 TEXT: Fields = {
     "samples": ("a list", _is(list)),
+    **dict.fromkeys(("source", "reference", "output"), _TEXTS),
     "hardest": ("a list of windows with their losses", _all(list, _is_window)),
 }
 BREAKDOWN: Fields = {
@@ -85,6 +87,7 @@ class Run(NamedTuple):
     text: dict[str, Any] = {}
     complaints: tuple[str, ...] = ()  # what could not be read
     breakdown: dict[str, Any] = {}  # of a traced step, if there is one
+    baseline: dict[str, list[dict[str, Any]]] = {}  # the lines of the run that it is compared with, if there is one
 
     @property
     def name(self) -> str:
@@ -203,6 +206,7 @@ def read(run_dir: Path) -> Run:
         _checked(run_dir / "text.json", TEXT) or {},
         complaints,
         _checked(run_dir / "profile" / "breakdown.json", BREAKDOWN) or {},
+        parse_metrics(_text(run_dir / BASELINE / "metrics.jsonl", files.LONGEST))[0],
     )
 
 

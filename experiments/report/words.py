@@ -38,7 +38,7 @@ TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has e
     "confidence": "The probability that the model gives to its prediction.",
     "loss": "Mean cross-entropy in nats: per example for a classifier, per token for a language model.",
     "nats": "The unit of a loss with the natural logarithm. One nat is 1.44 bits.",
-    "±": "The standard error of the number before it, over seeds.",
+    "±": "The standard error of the number before it: over seeds, or over the test examples for the accuracy of a run.",
 }  # fmt: skip
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

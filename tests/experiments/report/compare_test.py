@@ -224,12 +224,12 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     run(tmp_path / "a/b", "mse", figures={"accuracy": 0.9, "hardened_accuracy": 0.9, "loss": 1.0})
     assert compared(tmp_path / "a").others == ["accuracy"]  # a score that a run lacks is no column
     assert "Scores are from the test split. The baseline" in compare.markdown(compared(tmp_path / "a"))
-    assert "Means over seeds, of the test split." in compare_page.render(compared(tmp_path / "a"))
+    assert "Scores of the test split." in compare_page.render(compared(tmp_path / "a"))
     for name in "ab":
         run(tmp_path / "b" / name, name, figures={"hardened_accuracy": 0.8, "validation_hardened_accuracy": 0.9})
     page = compare_page.render(compared(tmp_path / "b"))
     assert "Columns named validation are from the validation split. Use those to choose a config" in page
-    assert "Means over seeds, of the validation split." in page
+    assert "Scores of the validation split." in page
     assert "<figcaption>Scores are from the test split." in page
     run(tmp_path / "b/c", "c", figures={"hardened_accuracy": 0.8})
     assert "of the validation or the test split." in compare_page.render(compared(tmp_path / "b"))
