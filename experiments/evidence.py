@@ -145,7 +145,7 @@ def interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
     if effect is None:
         return ""
     low, high = effect.interval()
-    number = lambda value: f"{round(factor * value, 9):+.{digits}f}"  # so that every machine rounds 0.035 alike
+    number = lambda value: f"{round(factor * value, 9) + 0.0:+.{digits}f}"  # so that every machine rounds 0.035 alike
     return f"{number(effect.difference)} [{number(low)}, {number(high)}]"
 
 
@@ -339,7 +339,8 @@ def counts(results: Path) -> str:
 def _random(studies: list[Judged]) -> str:
     """Return how a random 2:4 mask that never changes compares with dense training, in a word."""
     found = [(one, each) for one in studies for each in one.judgements if each.claim.first == "random 2:4 mask"]
-    results = [line(judgement, one)[-1] for one, judgement in found if judgement.claim.second == "dense"]
+    found = [(one, each) for one, each in found if each.claim.second == "dense" and effects.kind(each.verdict)]
+    results = [line(judgement, one)[-1] for one, judgement in found]
     return results[0] if results else "–"
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from scipy import stats
 
 import nmjax as nm
-from experiments import claims, config_files, members, recorded, reproduce
+from experiments import claims, config_files, evidence, members, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import effects
 from experiments.studies import ABOUT, BOOKS, STUDIES, __main__ as looks, times
@@ -159,20 +159,47 @@ def test_the_making_of_runs_is_told(tmp_path):
     assert "Runs with uncommitted code: 1." in text
 
 
+SHORT = "MdGf 2:4 (30 %) + MVUE(dw)"
+
+
 def test_the_main_claims_say_what_they_are_about(tmp_path):
     text, pictures = reproduce.block("claims", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
-    begins = f"| configs/vit_24.py | ViT, Fashion-MNIST | {DW} is as good as dense | holds |"
-    (row,) = (row for row in text.splitlines() if row.startswith(begins))
-    assert row.endswith("|  | 4 | passed |")
-    assert "MVUE(dw, dx) is as good as MdGf" not in text
+    lines = [row for row in text.splitlines() if row.startswith("| ")]
+    assert lines[2] == f"| configs/vit_24.py | {SHORT} vs dense | ViT | +0.000 [+0.000, +0.000] | 4 | matches |"
+    assert lines[3].startswith(f"|  | {SHORT} vs narrower dense | ViT |  | 0 of 4 | not finished: 4 of 8")
+    assert "MVUE(dw, dx) vs MdGf" not in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text
     assert not pictures
 
 
+@pytest.mark.parametrize(
+    ("kind", "verdict", "word"),
+    [
+        ("as good as", effects.HOLDS, "matches"),
+        ("as good as", effects.SLIGHTLY, "matches, slightly worse"),
+        ("as good as", effects.WORSE, "worse"),
+        ("better than", effects.HOLDS, "better"),
+        ("better than", effects.SMALL, "slightly better"),
+        ("better than", effects.NO_DIFFERENCE, "no difference"),
+        ("better than", effects.SLIGHTLY_WORSE, "worse by less than the margin"),
+        ("better than", effects.OPEN, "undecided"),
+    ],
+)
+def test_a_line_has_its_verdict_in_a_word(kind, verdict, word, tmp_path):
+    one = claims.judged(NAME, written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
+    first = one.judgements[0]._replace(verdict=verdict, verdicts={"loss": verdict})
+    first = first._replace(claim=first.claim._replace(kind=kind))
+    assert evidence.line(first, one)[-1] == word
+    other = first._replace(verdicts={"loss": verdict, "accuracy": effects.OPEN})
+    assert evidence.line(other, one)[-1] == word + (" †" if verdict != effects.OPEN else "")
+
+
 def counted(results):
-    """Return the cells of the table of counts by network: dense, a simple method, and three counts."""
-    table = reproduce.block("counts", results)[0].splitlines()
-    return {cells[0]: tuple(cells[1:]) for cells in (row.strip("| ").split(" | ") for row in table[2:])}
+    """Return the table of counts by network: by the beginning of a row's title its cell."""
+    head, _, *rows = [row.strip("| ").split(" | ") for row in reproduce.block("counts", results)[0].splitlines()]
+    keys = ("data", "dense", "2:4", "random", "sparser", "others", "narrower", "shorter")
+    assert len(rows) == len(keys)
+    return {network: {key: row[n + 1] for key, row in zip(keys, rows, strict=True)} for n, network in enumerate(head)}
 
 
 def of_study(name, **losses):
@@ -185,32 +212,40 @@ def of_study(name, **losses):
 NARROWER, SHORTER = (f"{word} dense, FLOPs of “{DW}”" for word in ("narrower", "shorter"))
 UP, TEN = (lambda more, of=DENSE: np.add(of, more).tolist()), np.resize(DENSE, 10).tolist()
 FIVE, VIT = TEN[:5], "ViT, Fashion-MNIST"
+MATCH, NONE = {"2:4": "1 of 1"}, {"2:4": "0 of 1"}
 
 
 @pytest.mark.parametrize(
     ("studies", "counts"),
     [
-        ({NAME: {DW: DENSE}}, {VIT: ("1 of 1", "not compared", "not compared")}),
-        ({NAME: {DW: UP(0.07)}}, {VIT: ("0 of 1 (1 worse)", "not compared", "not compared")}),
+        ({NAME: {DW: DENSE}}, {"ViT": MATCH}),
+        ({NAME: {DW: UP(0.07)}}, {"ViT": NONE}),
         (  # better than the shorter run; the narrower network is as good
             {NAME: {DW: DENSE, NARROWER: UP([0.001, -0.001, 0, 0]), SHORTER: UP([0.05, 0.051, 0.049, 0.05])}},
-            {VIT: ("1 of 1", "0 of 1 (1 no difference that matters)", "1 of 1")},
+            {"ViT": MATCH | {"narrower": "0 of 1", "shorter": "1 of 1"}},
         ),
         (  # each network by itself
             {
                 NAME: {DW: DENSE},
                 "finetuning_sst2_cpu": {"dense": FIVE, "STE 2:4": UP(0.05, FIVE), FLOOR: UP(0.5, FIVE)},
             },
-            {VIT: ("1 of 1", "not compared", "not compared")}
-            | {"MiniLM, fine-tuned on SST-2": ("0 of 1 (1 worse)", "not compared", "not compared")},
+            {"ViT": MATCH, "MiniLM": NONE},
         ),
         (  # worse with four seeds, as good with ten: a method of two studies counts once, with the most seeds
             {NAME: {DW: UP(0.07)}, "methods_vit_cpu": {"dense": TEN, DW: TEN, FLOOR: UP(0.1, TEN)}},
-            {VIT: ("1 of 1", "not compared", "not compared")},
+            {"ViT": MATCH},
         ),
-        (  # another method counts beside it
+        (  # another method counts beside it, by what it prunes
             {NAME: {DW: DENSE}, "equal_flops_cpu": {"dense": TEN, "MdGf 1:16": TEN, FLOOR: UP(0.1, TEN)}},
-            {VIT: ("2 of 2", "not compared", "not compared")},
+            {"ViT": MATCH | {"sparser": "1 of 1"}},
+        ),
+        (
+            {"residual_cpu": {"dense": FIVE, "SDGP 2:4": UP(0.07, FIVE), FLOOR: UP(0.1, FIVE)}},
+            {"ResNet": {"others": "0 of 1"}},
+        ),
+        (  # a random mask does not count, and has a line of its own
+            {"methods_vit_cpu": {"dense": TEN, "random 2:4 mask": TEN, FLOOR: UP(0.1, TEN)}},
+            {"ViT": {"random": "matches"}},
         ),
     ],
 )
@@ -218,9 +253,12 @@ def test_sparse_methods_are_counted_beside_what_the_networks_reach(studies, coun
     for name, losses in studies.items():
         written(tmp_path, of_study(name, **losses), name)
     found = counted(tmp_path)
-    assert {network: cells[2:] for network, cells in found.items()} == counts
-    assert found[VIT][:2] == ("88.0 %", "k nearest neighbours 85.5 %")
-    if len(studies) == 1:
+    empty = dict.fromkeys(("2:4", "random", "sparser", "others", "narrower", "shorter"), "–")
+    shown = {network: {key: of[key] for key in empty} for network, of in found.items()}
+    assert shown == {network: empty | of for network, of in counts.items()}
+    if "ViT" in counts:
+        assert (found["ViT"]["data"], found["ViT"]["dense"]) == ("Fashion-MNIST", "88.0 %")
+    if [*studies] == [NAME]:
         said = f"**{VIT}**, one study, run on a CPU. It passes its sanity check. The margin is 0.01 nats."
         assert said in reproduce.block("networks", tmp_path)[0]
 
@@ -233,8 +271,9 @@ def test_a_study_that_does_not_pass_is_named(tmp_path):
     text = reproduce.block("networks", results)[0]
     assert f"2 studies, run on a CPU. `{NAME}` does not pass: " in text
     assert "pass their sanity check" not in text
-    dense, _, *counts = counted(results)["ViT, Fashion-MNIST"]
-    assert (dense, {*counts}) == ("80.0 % to 88.0 %", {"not compared"})  # no claim of these studies counts
+    found = counted(results)["ViT"]
+    counts = {found[key] for key in ("2:4", "sparser", "others", "narrower", "shorter")}
+    assert (found["dense"], counts) == ("80.0 % to 88.0 %", {"–"})  # no claim of these studies counts
 
 
 @pytest.mark.parametrize("lines", [runs(FLOOR, DENSE), [*runs("dense", DENSE), *runs(FLOOR, DENSE[:1])]])
@@ -278,7 +317,7 @@ def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     assert f"The study does not pass its sanity check: {why}." in reproduce.block(NAME, results)[0]
     screen = reproduce.block("claims", results)[0]
     assert not any(judgement.verdicts for judgement in claims.judged(NAME, results).judgements)
-    assert screen.count("| does not count |") == screen.count("| not passed |") == 3
+    assert screen.count("| does not count |") == 3
     assert f"`{NAME}` does not pass: {why}. The margin is 0.01 nats." in reproduce.block("networks", results)[0]
     assert "nan" not in screen.replace("loss is nan", "")
 
@@ -324,8 +363,7 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     assert first.differences["validation loss"].difference == pytest.approx(np.mean(better) + 0.05 - np.mean(DENSE))
     row = next(row for row in reproduce.block(NAME, results)[0].splitlines() if "as good as dense | holds" in row)
     assert "| does not hold: worse, +0.0501 [+0.0" in row
-    screen = reproduce.block("claims", results)[0]
-    assert "| does not hold: worse (accuracy); does not hold: worse (validation loss) | 4 | passed |" in screen
+    assert "| 4 | matches † |" in reproduce.block("claims", results)[0]
     said = "1 verdicts by the test loss. By the validation loss 1 of them are different. By the accuracy 1 of 1"
     assert said in reproduce.block("networks", results)[0]
 

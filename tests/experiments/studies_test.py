@@ -61,12 +61,10 @@ def test_a_block_shows_the_claims_that_it_asks_for(tmp_path):
     head, rule, row = (
         reproduce.page(page)[0].removeprefix(f"a {asks.format('good', 'FST.*', '')[:-12]}").split("\n")[:3]
     )
-    assert "| question | network | claim |" in head
-    address = re.search(r"\[ViT, Fashion-MNIST\]\(.*REPRODUCTION.md#masks-that-are-held\)", row)
+    assert "| question | compared | network |" in head
+    address = re.search(r"\[ViT\]\(.*REPRODUCTION.md#masks-that-are-held\)", row)
     assert address is not None
-    assert row.startswith(
-        f"| Is it good? | {address[0]} | FST, which is dense in its last sixth, is as good as dense |"
-    )
+    assert row.startswith(f"| Is it good? | FST 2:4 vs dense | {address[0]} | +0.0")
     page.write_text(asks.format("good", "FST", ""))
     with pytest.raises(Mistake, match="held_vit_cpu has no claim 'FST'"):
         reproduce.page(page)
