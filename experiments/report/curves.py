@@ -217,17 +217,15 @@ def frontier(
             limits = (low - below, high + above)
             axes.set_ylim(limits)
             rim = limits[0] + room if sign > 0 else limits[1] - room
-            for line, colour, dash in ((edge, "muted", (0, (4, 3))), *((line, line[-1].colour, "-") for line in lines)):
-                axes.plot(
-                    *zip(*sorted((p.cost, p.value) for p in line), strict=True),
-                    color=hex_of(colour),
-                    linewidth=1,
-                    linestyle=dash,
-                )
             first, last = (of(p.cost for p in known) for of in (min, max))
             axes.set_xlim(first - 0.04 * (last - first or 1), last + 0.04 * (last - first or 1))
             at = lambda p: p._replace(value=rim, error=None) if far(p) else p
-            shown = _apart(order if numbered else points, 0.011 * (last - first or 1))
+            placed = order if numbered else points
+            shown = _apart(placed, 0.011 * (last - first or 1))
+            moved = {id(p): q.cost for p, q in zip(placed, shown, strict=True)}
+            place = lambda line: sorted((moved.get(id(p), p.cost), p.value) for p in line)
+            for line, colour, dash in ((edge, "muted", (0, (4, 3))), *((line, line[-1].colour, "-") for line in lines)):
+                axes.plot(*zip(*place(line), strict=True), color=hex_of(colour), linewidth=1, linestyle=dash)
             for p in [*joined, *shown]:
                 size, mark = (4 if p in joined else 7) + 2 * far(p), ("v" if sign > 0 else "^") if far(p) else "o"
                 axes.errorbar(
@@ -239,7 +237,7 @@ def frontier(
             axes.set(xlim=axes.get_xlim(), ylim=limits)  # fixed now: matplotlib would compute them later
             words = {id(p): str(n) if numbered else said(p) for n, p in enumerate(shown, 1)}
             named = [at(p)._replace(name=words[id(p)]) for p in shown]
-            segments = [[(p.cost, at(p).value) for p in sorted(line, key=lambda p: p.cost)] for line in (edge, *lines)]
+            segments = [[(x, rim if sign * y < end else y) for x, y in place(line)] for line in (edge, *lines)]
             places, crowded = _places(axes, named, [at(p) for p in joined], segments)
             texts = [_beside(p.name, x, y, p.colour, how) for p, x, y, how in places]
             outside = [p for p in joined if far(p)]
@@ -265,14 +263,16 @@ def frontier(
 def worst_shown(values: Sequence[float]) -> float:
     """Return a limit below which values lie so far from the others that they would flatten them; -inf if none do.
 
-    At most a third of the values lie below, and the gap above them is wider than the range of the others.
+    At most a third of the values lie below, the gap above them is wider than 0.8 of the range of the others, and
+    the whole range is 2.5 times theirs.
 
-    >>> worst_shown([-0.42, -0.25, -0.07, -0.05, -0.03, -0.02, 0.0]), worst_shown([-0.04, -0.03, -0.02, -0.01])
+    >>> worst_shown([-0.42, -0.25, -0.07, -0.05, -0.03, -0.02, -0.01, 0.0]), worst_shown([-0.04, -0.03, -0.02, -0.01])
     (-0.07, -inf)
     """
     ordered = sorted(values)
     for n in range(len(ordered) // 3, 0, -1):
-        if ordered[n] - ordered[n - 1] > ordered[-1] - ordered[n] > 0:
+        others = ordered[-1] - ordered[n]
+        if ordered[n] - ordered[n - 1] > 0.8 * others > 0 and ordered[-1] - ordered[0] > 2.5 * others:
             return ordered[n]
     return -math.inf
 
