@@ -168,7 +168,7 @@ def test_windows_are_cut_to_their_first_tokens(monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_arms_take_steps_in_turn(monkeypatch):
+def test_all_configs_take_steps_in_turn(monkeypatch):
     """Each config takes 40 steps that follow each other, at each of five places of the run."""
     taken, take = [], times._Timed._steps
 
