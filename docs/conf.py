@@ -73,6 +73,7 @@ def copy_notebooks() -> None:
 
 COPIED = {  # pages that lie outside docs/
     HERE.parent / "experiments" / "REPRODUCTION.md": HERE / "evidence" / "reproduction.md",
+    HERE.parent / "experiments" / "LAB_NOTEBOOK.md": HERE / "evidence" / "lab_notebook.md",
     HERE.parent / "CHANGELOG.md": HERE / "changelog.md",
     HERE.parent / "CONTRIBUTING.md": HERE / "contributing.md",
 }

@@ -12,7 +12,7 @@ from experiments.errors import Mistake
 from experiments.recorded import Study, read, study
 from experiments.report import effects
 from experiments.report.effects import Effect
-from experiments.studies import Claim, Design, Gate, times
+from experiments.studies import Claim, Design, SanityCheck, times
 from experiments.training import settings
 
 SCORES = ("loss", "accuracy", "validation loss")  # of the hardened networks; verdicts are by each of them
@@ -20,10 +20,10 @@ POINTS = 0.005  # a difference of accuracy that matters
 NOT_RUN, NO_COUNT = "not run", "does not count"
 
 
-class Arm(NamedTuple):
-    """The runs of an arm."""
+class Group(NamedTuple):
+    """The runs of a config."""
 
-    changes: dict[str, Any]  # what the arm changes, without the seed
+    changes: dict[str, Any]  # what the config changes, without the seed
     scores: dict[str, dict[int, float]]  # by score that of each finished run by seed, of hardened networks if there are
     flops: float  # the effective FLOPs of a run
     steps: float  # the steps of a run
@@ -48,9 +48,9 @@ class Judgement(NamedTuple):
 
     claim: Claim
     verdict: str  # by the loss, or why there is none
-    differences: dict[str, Effect]  # by score the first arm minus the second, if there are enough runs
+    differences: dict[str, Effect]  # by score the first config minus the second, if there are enough runs
     verdicts: dict[str, str]  # by score
-    seeds: int  # the number of seeds that both arms have
+    seeds: int  # the number of seeds that both configs have
 
 
 class Judged(NamedTuple):
@@ -59,14 +59,14 @@ class Judged(NamedTuple):
     name: str  # of its results
     study: Study
     lines: list[dict]  # its results
-    arms: dict[str, Arm]  # by name
-    seeds: Sequence[int]  # that each arm should have
-    gate: Gate
-    failed: str  # why the study does not pass its gate; "" if it passes
-    harm: Effect | None  # the loss of the arm that has to be worse minus that of dense, if there are enough runs
+    groups: dict[str, Group]  # by name
+    seeds: Sequence[int]  # that each config should have
+    check: SanityCheck
+    failed: str  # why the study does not pass its sanity check; "" if it passes
+    harm: Effect | None  # the loss of the config that has to be worse minus that of dense, if there are enough runs
     judgements: list[Judgement]
-    over_dense: dict[str, Effect]  # by arm the loss minus that of dense, as far as it is known
-    scattered: dict[str, list[str]]  # by score the arms whose results scatter too much to share their variance
+    over_dense: dict[str, Effect]  # by config the loss minus that of dense, as far as it is known
+    scattered: dict[str, list[str]]  # by score the configs whose results scatter too much to share their variance
 
 
 def judged(name: str, results: Path) -> Judged:
@@ -77,28 +77,28 @@ def judged(name: str, results: Path) -> Judged:
       results: The folder of the results.
 
     Raises:
-      Mistake: If the results cannot be read, or are of an arm that the study does not have.
+      Mistake: If the results cannot be read, or are of a config that the study does not have.
     """
     its_study, path = study(name), results / f"{name}.jsonl"
     lines, design = read(path), its_study.design
-    by_changes = {str(sorted(of.items())): arm for arm, of in design.arms.items()}
-    runs: dict[str, list[dict]] = {arm: [] for arm in design.arms}
+    by_changes = {str(sorted(of.items())): group for group, of in design.groups.items()}
+    runs: dict[str, list[dict]] = {group: [] for group in design.groups}
     for line in lines:
         own = {field: value for field, value in line["changes"].items() if field != "seed"}
-        arm = by_changes.get(str(sorted(own.items())))
-        if arm is None or line["changes"]["seed"] not in design.seeds:
+        group = by_changes.get(str(sorted(own.items())))
+        if group is None or line["changes"]["seed"] not in design.seeds:
             raise Mistake(f"{path}: the run {line['run']} is not in the study. Delete its line.")
-        runs[arm].append(line)
-    for arm, of in runs.items():
-        _check(path, arm, of)
-    arms = {arm: arm_of(design.arms[arm], of) for arm, of in runs.items()}
-    return judge(name, its_study, design, lines, arms, step_times(name, results), results)
+        runs[group].append(line)
+    for group, of in runs.items():
+        _check(path, group, of)
+    groups = {group: group_of(design.groups[group], of) for group, of in runs.items()}
+    return judge(name, its_study, design, lines, groups, step_times(name, results), results)
 
 
-def _check(path: Path, arm: str, lines: list[dict]) -> None:
-    """Refuse the runs of an arm if a figure is not finite, or if not all runs have the same figures."""
+def _check(path: Path, group: str, lines: list[dict]) -> None:
+    """Refuse the runs of a config if a figure is not finite, or if not all runs have the same figures."""
     done = {line["changes"]["seed"]: line["figures"] for line in lines if line["outcome"] == "finished"}
-    where = lambda seed: f"{path}: the run of “{arm}” with seed {seed}"
+    where = lambda seed: f"{path}: the run of “{group}” with seed {seed}"
     for seed, figures in done.items():
         for name, value in figures.items():
             if not math.isfinite(value):
@@ -110,7 +110,7 @@ def _check(path: Path, arm: str, lines: list[dict]) -> None:
 
 
 def step_times(name: str, results: Path) -> dict[str, float]:
-    """Return the times of a step of the arms of a study, as shares of dense. Without times it is empty.
+    """Return the times of a step of the configs of a study, as shares of dense. Without times it is empty.
 
     Args:
       name: The name of the results of the study.
@@ -124,14 +124,14 @@ def step_times(name: str, results: Path) -> dict[str, float]:
 def recipe_of(one: Study, changes: dict[str, Any]) -> nm.Recipe:
     """Return the recipe of a study's config with some changes. Shares of a run are taken of 1,000 steps.
 
-    Two arms that prune the same values in the same way have the same recipe.
+    Two configs that prune the same values in the same way have the same recipe.
     """
     (member,) = members.listed(config_files.load(one.config_file), [{"seed": 0} | changes])
     return settings.recipe(member.config, 1000)
 
 
-def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
-    """Return the arm of some changes, made of the lines of its runs."""
+def group_of(changes: dict[str, Any], lines: list[dict]) -> Group:
+    """Return the config of some changes, made of the lines of its runs."""
     done = [line for line in lines if line["outcome"] == "finished"]
     figures = {line["changes"]["seed"]: line["figures"] for line in done}
     hardened = {"loss": "hardened_loss", "accuracy": "hardened_accuracy", "validation_loss": "validation_hardened_loss"}
@@ -142,7 +142,7 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
     middle = lambda values: statistics.median(values) if values else math.nan
     memory = [of["step_bytes"] for line in done if "step_bytes" in (of := line.get("measured") or {})]
     sparsity = [line.get("curves", {}).get("sparsity", {}) for line in done]
-    return Arm(
+    return Group(
         changes,
         scores,
         middle([line["flops"][1] * line["steps"] for line in done]),
@@ -156,33 +156,33 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
 
 
 def judge(
-    name: str, its_study: Study, design: Design, lines: list[dict], arms: dict[str, Arm], times_of: dict[str, float],
-    results: Path,
+    name: str, its_study: Study, design: Design, lines: list[dict], groups: dict[str, Group],
+    times_of: dict[str, float], results: Path,
 ) -> Judged:  # fmt: skip
-    """Return the study with its verdicts. All arms share in the variance but the one that has to be worse."""
-    _, gate, seeds, _, claims = design
-    same = {arm: 1.0 for arm, of in arms.items() if times_of and list(of.changes) == ["steps"]}  # a step of dense
-    steps, times_of = arms["dense"].steps, times_of | same
-    arms = {arm: of._replace(time=times_of.get(arm, math.nan) * of.steps / steps) for arm, of in arms.items()}
-    used = {arm: of for arm, of in arms.items() if arm != gate.worse}
-    values = {score: {arm: of.results(score) for arm, of in used.items()} for score in SCORES}
-    margins = dict.fromkeys(SCORES, gate.margin) | {"accuracy": POINTS}
+    """Return the study with its verdicts. All configs share in the variance but the one that has to be worse."""
+    _, check, seeds, _, claims = design
+    same = {group: 1.0 for group, of in groups.items() if times_of and list(of.changes) == ["steps"]}  # a step of dense
+    steps, times_of = groups["dense"].steps, times_of | same
+    groups = {group: of._replace(time=times_of.get(group, math.nan) * of.steps / steps) for group, of in groups.items()}
+    used = {group: of for group, of in groups.items() if group != check.worse}
+    values = {score: {group: of.results(score) for group, of in used.items()} for score in SCORES}
+    margins = dict.fromkeys(SCORES, check.margin) | {"accuracy": POINTS}
     found = {score: _effects(values[score], claims, margins[score]) for score in SCORES}
-    harm = _harm(arms, gate)
-    failed, judgements = _failed(arms, gate, harm, results), []
+    harm = _harm(groups, check)
+    failed, judgements = _failed(groups, check, harm, results), []
     for claim in claims:
         of_claim = {score: of[claim] for score, of in found.items() if claim in of}
-        none = NO_COUNT if failed else _unfinished(arms, claim, seeds)  # then no score has a verdict
+        none = NO_COUNT if failed else _unfinished(groups, claim, seeds)  # then no score has a verdict
         verdicts = {} if none else {s: effects.verdict(claim.kind, e, margins[s]) for s, e in of_claim.items()}
         differences = {score: _turned(e) if "loss" in score else e for score, e in of_claim.items()}
-        shared = len({*arms[claim.first].losses} & {*arms[claim.second].losses})
+        shared = len({*groups[claim.first].losses} & {*groups[claim.second].losses})
         judgements.append(Judgement(claim, none or verdicts.get("loss", NOT_RUN), differences, verdicts, shared))
     losses = values["loss"]
-    over = [arm for arm in used if arm != "dense" and _shared(losses, arm, "dense") > 1]
-    over_dense = map(_turned, effects.effects(losses, [(arm, "dense") for arm in over]))
+    over = [group for group in used if group != "dense" and _shared(losses, group, "dense") > 1]
+    over_dense = map(_turned, effects.effects(losses, [(group, "dense") for group in over]))
     scattered = {score: wild for score in SCORES if (wild := sorted(effects.scattered(values[score])))}
     known = dict(zip(over, over_dense, strict=True))
-    return Judged(name, its_study, lines, arms, seeds, gate, failed, harm, judgements, known, scattered)
+    return Judged(name, its_study, lines, groups, seeds, check, failed, harm, judgements, known, scattered)
 
 
 def _turned(effect: Effect) -> Effect:
@@ -198,17 +198,17 @@ def _effects(values: dict[str, dict[int, float]], claims: list[Claim], margin: f
 
 
 def _shared(values: dict[str, dict[int, float]], first: str, second: str) -> int:
-    """Return the number of seeds that two arms have in common."""
+    """Return the number of seeds that two configs have in common."""
     return len({*values[first]} & {*values[second]})
 
 
-def _unfinished(arms: dict[str, Arm], claim: Claim, seeds: Sequence[int]) -> str:
+def _unfinished(groups: dict[str, Group], claim: Claim, seeds: Sequence[int]) -> str:
     """Return why a claim is not judged yet, or "": runs diverged, or are missing."""
     names = (claim.first, claim.second)
-    lost = [f"{_count(arms[name].lost)} of “{name}” diverged" for name in names if arms[name].lost]
+    lost = [f"{_count(groups[name].lost)} of “{name}” diverged" for name in names if groups[name].lost]
     if lost:
         return f"{effects.OPEN}: {' and '.join(lost)}"
-    left = sum(seed not in arms[name].losses for name in names for seed in seeds)
+    left = sum(seed not in groups[name].losses for name in names for seed in seeds)
     if left == 2 * len(seeds):
         return NOT_RUN
     return f"not finished: {left} of {2 * len(seeds)} runs are missing" if left else ""
@@ -218,7 +218,7 @@ def _count(runs: Sized) -> str:
     return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
-# ---- the gate ----
+# ---- the sanity check ----
 
 
 def simple(data: str, results: Path) -> dict[str, float]:
@@ -231,42 +231,46 @@ def simple(data: str, results: Path) -> dict[str, float]:
     return scores
 
 
-def limit(gate: Gate, results: Path) -> float:
+def limit(check: SanityCheck, results: Path) -> float:
     """Return the score that the dense network has to pass."""
-    if isinstance(gate.limit, float):
-        return gate.limit
-    known = simple(gate.data, results)
-    if gate.limit not in known:
+    if isinstance(check.limit, float):
+        return check.limit
+    known = simple(check.data, results)
+    if check.limit not in known:
         made_by = study("baselines_cpu").command
-        raise Mistake(f"{results / 'baselines_cpu.jsonl'} has no {gate.limit} of {gate.data}. Make it with: {made_by}")
-    return known[gate.limit]
+        raise Mistake(
+            f"{results / 'baselines_cpu.jsonl'} has no {check.limit} of {check.data}. Make it with: {made_by}"
+        )
+    return known[check.limit]
 
 
-def mean(arm: Arm, score: str, seeds: Sequence[int] | None = None) -> float:
-    """Return the mean score of the runs of an arm, or of those of some seeds."""
-    values = [value for seed, value in arm.scores[score].items() if seeds is None or seed in seeds]
+def mean(group: Group, score: str, seeds: Sequence[int] | None = None) -> float:
+    """Return the mean score of the runs of a config, or of those of some seeds."""
+    values = [value for seed, value in group.scores[score].items() if seeds is None or seed in seeds]
     return statistics.fmean(values) if values else math.nan
 
 
-def _harm(arms: dict[str, Arm], gate: Gate) -> Effect | None:
-    """Return how much worse the arm is that has to be worse than dense; None if there are too few runs."""
-    pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}
-    return effects.effects(pair, [(gate.worse, "dense")])[0] if _shared(pair, gate.worse, "dense") > 1 else None
+def _harm(groups: dict[str, Group], check: SanityCheck) -> Effect | None:
+    """Return how much worse the config is that has to be worse than dense; None if there are too few runs."""
+    pair = {group: groups[group].losses for group in (check.worse, "dense")}
+    return effects.effects(pair, [(check.worse, "dense")])[0] if _shared(pair, check.worse, "dense") > 1 else None
 
 
-def _failed(arms: dict[str, Arm], gate: Gate, harm: Effect | None, results: Path) -> str:
-    """Return why a study does not pass its gate, or ""."""
-    reached, needed = mean(arms["dense"], gate.metric), limit(gate, results)
+def _failed(groups: dict[str, Group], check: SanityCheck, harm: Effect | None, results: Path) -> str:
+    """Return why a study does not pass its sanity check, or ""."""
+    reached, needed = mean(groups["dense"], check.metric), limit(check, results)
     if math.isnan(reached):
         return "no dense network finished"
-    if reached < needed if gate.metric == "accuracy" else reached > needed:
-        return f"the dense network reaches {score(gate, reached)}, and needs {score(gate, needed)}"
+    if reached < needed if check.metric == "accuracy" else reached > needed:
+        return f"the dense network reaches {score(check, reached)}, and needs {score(check, needed)}"
     if harm is None:
-        lost = f": {_count(arms[gate.worse].lost)} of it diverged" if arms[gate.worse].lost else ""
-        return f"dense and “{gate.worse}”, which has to be worse, have fewer than two seeds in common{lost}"
-    return "" if harm.interval()[0] > gate.margin else f"“{gate.worse}” is not worse than dense by more than the margin"
+        lost = f": {_count(groups[check.worse].lost)} of it diverged" if groups[check.worse].lost else ""
+        return f"dense and “{check.worse}”, which has to be worse, have fewer than two seeds in common{lost}"
+    return (
+        "" if harm.interval()[0] > check.margin else f"“{check.worse}” is not worse than dense by more than the margin"
+    )
 
 
-def score(gate: Gate, value: float) -> str:
+def score(check: SanityCheck, value: float) -> str:
     """Return a score by which dense networks are judged, as text."""
-    return f"{100 * value:.1f} %" if gate.metric == "accuracy" else f"{value:.3f} {gate.unit}"
+    return f"{100 * value:.1f} %" if check.metric == "accuracy" else f"{value:.3f} {check.unit}"

@@ -9,46 +9,62 @@ from typing import Any
 
 import numpy as np
 
+import nmjax as nm
 from experiments.claims import POINTS, Judged, Judgement, judged, mean, recipe_of, score, simple
 from experiments.errors import Mistake
 from experiments.recorded import study
 from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
-from experiments.report.words import markdown_table, percent
-from experiments.studies import ABOUT, STUDIES, Gate, methods
+from experiments.report.words import markdown_table, percent, signed
+from experiments.studies import ABOUT, STUDIES, Claim, SanityCheck, methods
 
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
     "verdict by the accuracy", "difference of the accuracy, points",
     "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
-OTHERWISE = "verdict by another score, if it differs"
-QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second arm begins
-    "as good as dense": ("as good as", "dense"),
+MATCHES = "as good as dense"
+QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second config begins
+    MATCHES: ("as good as", "dense"),
     "better than narrower dense": ("better than", "narrower dense"),
     "better than shorter dense": ("better than", "shorter dense"),
 }
+PRUNED = {  # what a sparse config prunes, and what its line in the first table says
+    "2:4 weights": "methods with 2:4 weights that match dense",
+    "sparser weights": "methods with sparser weights, 1:4 to 1:64, that match dense",
+    "others": "methods that prune only gradients or activations, and match dense",
+}
+BETTER = {
+    "better than narrower dense": "methods that are better than a narrower dense network",
+    "better than shorter dense": "methods that are better than a shorter dense run",
+}
+RESULTS = {  # a verdict in a word or two
+    "as good as": {effects.HOLDS: "matches", effects.SLIGHTLY: "matches, slightly worse"},
+    "better than": {effects.HOLDS: "better", effects.SMALL: "slightly better", effects.NO_DIFFERENCE: "no difference"},
+}
+LINE = ["compared", "network", "loss minus the other's, 95 % interval", "seeds", "result"]
+ELSE = "†"  # after a result that is another one by another score
 
 LEGEND = {  # the words of the tables
-    "Arm": "one setup that is trained with several seeds: a method, or dense training with a given width and number of "
-    "steps. Narrower dense networks and shorter dense runs have about the same FLOPs as a sparse method.",
+    "Config": "one setup that is trained with several seeds: a method, or dense training with a given width and number "
+    "of steps. Narrower dense networks and shorter dense runs have about the same FLOPs as a sparse method.",
     "Loss and accuracy": "those of the hardened network, which is the one that is used after training, on test data. "
     "The loss is the cross-entropy in nats; for text, in nats a byte. A lower loss is better.",
-    "Difference": "the first arm minus the second, with its 95 % interval. The interval says how uncertain the mean "
+    "Difference": "the first config minus the second, with its 95 % interval. The interval says how uncertain the mean "
     "over the seeds is. The test data is always the same.",
     "Margin": "the largest difference that does not matter. Each study says what it is.",
-    "As good as": "“holds” if a test shows that the first arm is better, or worse by less than the margin. “Does not "
-    "hold: worse” if a test shows that it is worse by more than the margin.",
-    "Better than": "“holds” if a test shows that the first arm is better. “Does not hold: worse” if a test shows that "
-    "it is worse. “No difference that matters” if the interval contains 0 and lies within ± the margin.",
+    "As good as": "“holds” if a test shows that the first config is better, or worse by less than the margin. “Does "
+    "not hold: worse” if a test shows that it is worse by more than the margin.",
+    "Better than": "“holds” if a test shows that the first config is better. “Does not hold: worse” if a test shows "
+    "that it is worse. “No difference that matters” if the interval contains 0 and lies within ± the margin.",
     "By less than the margin": "a test finds a difference, but the whole interval lies within ± the margin. For “as "
     "good as”: the whole interval is on the worse side of 0.",
     "Undecided": "none of these. p-values are corrected for the number of claims, and intervals are not. So a claim "
     "can be undecided although its interval excludes 0, or lies within ± the margin. “No difference that matters” is "
     "not corrected either, so some of these verdicts may be chance.",
-    "FLOPs, time and memory": "shares of dense. FLOPs are counted. For the time, the steps of all arms are measured in "
-    "turn, and the share is the median of several rounds. A step of a shorter dense run counts as a step of dense. The "
-    "temporary memory is what a step needs besides its arguments and results.",
+    "FLOPs, time and memory": "shares of dense. FLOPs are counted. For the time, the steps of all configs are measured "
+    "in turn, and the share is the median of several rounds. A step of a shorter dense run counts as a step of dense. "
+    "The temporary memory is what a step needs besides its arguments and results.",
 }
 
 
@@ -57,40 +73,42 @@ def legend() -> str:
     return "\n".join(f"- **{term}**: {text}" for term, text in LEGEND.items())
 
 
-def has_gate_runs(one: Judged) -> bool:
-    """Return whether each of the two arms of the gate has two runs. Before that, a study is not judged."""
-    return all(len(one.arms[name].losses) + len(one.arms[name].lost) > 1 for name in ("dense", one.gate.worse))
+def has_check_runs(one: Judged) -> bool:
+    """Return whether each of the two configs of the sanity check has two runs. Before that, a study is not judged."""
+    return all(len(one.groups[name].losses) + len(one.groups[name].lost) > 1 for name in ("dense", one.check.worse))
 
 
 def done(one: Judged) -> str:
     """Return in words how many runs of a study are done."""
-    runs = sum(len(arm.losses) + len(arm.lost) for arm in one.arms.values())
-    return f"{runs} of {len(one.arms) * len(one.seeds)} runs"
+    runs = sum(len(group.losses) + len(group.lost) for group in one.groups.values())
+    return f"{runs} of {len(one.groups) * len(one.seeds)} runs"
 
 
 def dense(one: Judged) -> str:
     """Return what the dense network reaches, as text."""
-    value = mean(one.arms["dense"], one.gate.metric, one.seeds)
-    return "" if math.isnan(value) else score(one.gate, value)
+    value = mean(one.groups["dense"], one.check.metric, one.seeds)
+    return "" if math.isnan(value) else score(one.check, value)
 
 
-def simple_methods(gate: Gate, results: Path) -> list[str]:
-    """Return what simple methods reach on the data of a gate, as texts: the best is the last."""
+def simple_methods(check: SanityCheck, results: Path) -> list[str]:
+    """Return what simple methods reach on the data of a sanity check, as texts: the best is the last."""
     names = {"ridge": "ridge regression", "nearest": "k nearest neighbours", "bag of words": "naive Bayes"}
-    scores = sorted(simple(gate.data, results).items(), key=lambda each: each[1], reverse=gate.metric == "loss")
-    return [f"{names.get(method, f'a table of {method}s')} {score(gate, value)}" for method, value in scores]
+    scores = sorted(simple(check.data, results).items(), key=lambda each: each[1], reverse=check.metric == "loss")
+    return [f"{names.get(method, f'a table of {method}s')} {score(check, value)}" for method, value in scores]
 
 
 def reached(one: Judged, results: Path) -> str:
-    """Return sentences on what the dense network and simple methods reach, on the gate and on the margin."""
-    passed = f"The study passes its gate: “{one.gate.worse}” minus dense is {interval(one.harm, 4)}."
-    outcome = f"The study does not pass its gate: {one.failed}." if one.failed else passed
-    outcome += f" The margin is {one.gate.margin:g} {one.gate.unit}, or {100 * POINTS:g} points."
-    if not one.arms["dense"].losses:
-        return f"`{one.name}` ({one.gate.network}). {outcome}"
-    others = ", ".join(simple_methods(one.gate, results))
+    """Return sentences on what the dense network and simple methods reach, on the sanity check and on the margin."""
+    passed = f"The study passes its sanity check: “{one.check.worse}” minus dense is {interval(one.harm, 4)}."
+    outcome = f"The study does not pass its sanity check: {one.failed}." if one.failed else passed
+    outcome += f" The margin is {one.check.margin:g} {one.check.unit}, or {100 * POINTS:g} points."
+    if not one.groups["dense"].losses:
+        return f"`{one.name}` ({one.check.network}). {outcome}"
+    others = ", ".join(simple_methods(one.check, results))
     numbers = f"seeds {one.seeds[0]} to {one.seeds[-1]}"
-    return f"`{one.name}` ({one.gate.network}, {numbers}): the dense network reaches {dense(one)} ({others}). {outcome}"
+    return (
+        f"`{one.name}` ({one.check.network}, {numbers}): the dense network reaches {dense(one)} ({others}). {outcome}"
+    )
 
 
 def claim_rows(one: Judged) -> list[list[str]]:
@@ -127,26 +145,28 @@ def interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
     if effect is None:
         return ""
     low, high = effect.interval()
-    number = lambda value: f"{round(factor * value, 9):+.{digits}f}"  # so that every machine rounds 0.035 alike
+    number = lambda value: f"{round(factor * value, 9) + 0.0:+.{digits}f}"  # so that every machine rounds 0.035 alike
     return f"{number(effect.difference)} [{number(low)}, {number(high)}]"
 
 
-def arm_rows(one: Judged) -> list[list[str]]:
-    """Return the rows of the table of the arms, what they reach and what they cost; the first is its head."""
-    head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
-    rows, base = [head], one.arms["dense"]
-    for name, arm in one.arms.items():
-        missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
-        reaches = [mean(arm, score, one.seeds) for score in ("loss", "accuracy")]
-        marks = [f"seed {seed} {outcome}" for seed, outcome in arm.lost.items()]
+def config_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of the configs, what they reach and what they cost; the first is its head."""
+    head = ["config", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
+    rows, base = [head], one.groups["dense"]
+    for name, group in one.groups.items():
+        missing = [seed for seed in one.seeds if seed not in group.losses and seed not in group.lost]
+        reaches = [mean(group, score, one.seeds) for score in ("loss", "accuracy")]
+        marks = [f"seed {seed} {outcome}" for seed, outcome in group.lost.items()]
         marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
-        shares = [value / of for value, of in ((arm.flops, base.flops), (arm.time, base.time), (arm.bytes, base.bytes))]
+        shares = [
+            value / of for value, of in ((group.flops, base.flops), (group.time, base.time), (group.bytes, base.bytes))
+        ]
         rows.append([
             name,
             "" if math.isnan(reaches[0]) else f"{reaches[0]:.4f}",
             "" if math.isnan(reaches[1]) else f"{100 * reaches[1]:.2f}",
             *("" if math.isnan(share) else f"{share:.2f}" for share in shares),
-            f"{len({*arm.losses} & {*one.seeds})} of {len(one.seeds)}",
+            f"{len({*group.losses} & {*one.seeds})} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
     filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
@@ -164,35 +184,37 @@ COSTS = {
 
 
 def frontier(one: Judged, cost: str, yours: str = "") -> str:
-    """Return the picture of what the arms reach and cost: the sparse ones, narrower ones and shorter ones.
+    """Return the picture of what the configs reach and cost: the sparse ones, narrower ones and shorter ones.
 
     Args:
       one: The study.
       cost: A key of `COSTS`.
-      yours: The name of an arm with a colour of its own.
+      yours: The name of a config with a colour of its own.
     """
     points: dict[str, list[cv.Point]] = {"sparse": [], "narrower": [], "shorter": []}
     for line in ("narrower", "shorter"):
         points[line].append(cv.Point("dense", 1.0, 0.0, None, COLOURS[line]))
     for name, effect in one.over_dense.items():
-        arm = one.arms[name]
-        kind = kind_of(arm.changes)
-        share = getattr(arm, cost) / getattr(one.arms["dense"], cost)
+        group = one.groups[name]
+        kind = kind_of(group.changes)
+        share = getattr(group, cost) / getattr(one.groups["dense"], cost)
         if not math.isnan(share):
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
-            points[kind].append(cv.Point(name, share, effect.difference, (high - low) / 2, colour))
-    up = f"difference of the loss from dense, {one.gate.unit}, with 95 % intervals"
+            points[kind].append(
+                cv.Point(re.sub(", FLOPs of “.*”", "", name), share, effect.difference, (high - low) / 2, colour)
+            )
+    up = f"difference of the loss from dense, {one.check.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
     return cv.frontier(
         f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
-        alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
+        alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say=signed, best=min,
         keys={name: colour for name, colour in named.items() if name != "yours" or yours},
     )  # fmt: skip
 
 
 def kind_of(changes: dict[str, Any]) -> str:
-    """Return "sparse", "narrower" or "shorter" for what an arm changes. A narrower network may change its steps too.
+    """Return "sparse", "narrower" or "shorter" for what a config changes. A narrower network may change its steps too.
 
     >>> kind_of({"sparsity.blocks": "ste(2,4)", "steps": 10})
     'sparse'
@@ -206,8 +228,8 @@ def kind_of(changes: dict[str, Any]) -> str:
 
 
 def costs(one: Judged) -> list[str]:
-    """Return the keys of `COSTS` by which arms can be drawn: those that are known of dense."""
-    base = one.arms["dense"]
+    """Return the keys of `COSTS` by which configs can be drawn: those that are known of dense."""
+    base = one.groups["dense"]
     return [cost for cost in COSTS if one.over_dense and not math.isnan(getattr(base, cost))]
 
 
@@ -215,15 +237,23 @@ FLIPS = "Share of a mask that changes at a step: mean of the layers, with the ra
 
 
 def flips(one: Judged) -> str:
-    """Return the picture of the flip rates of the sparse arms over the steps, or "" if no run measured a flip."""
+    """Return the picture of the flip rates of the sparse configs over the steps, or "" if no run measured a flip."""
     curve = lambda run: cv.Curve("", np.array(run["step"]), np.array(run["flip_rate"]))
-    shown = {name: arm for name, arm in one.arms.items() if arm.flips and not _held(arm.changes)}
-    found = {name: [curve(run) for run in arm.flips] for name, arm in shown.items()}
+    shown = {name: group for name, group in one.groups.items() if group.flips and not _held(group.changes)}
+    found = {name: [curve(run) for run in group.flips] for name, group in shown.items()}
     if not found:
         return ""
     style = lambda n: {"colour": f"s{n % 8}", "dash": "-" if n < 8 else "--"}
-    drawn = [cv.banded(curves, arm, **style(n)) for n, (arm, curves) in enumerate(found.items())]
-    return cv.draw(f"{one.name}-flips", drawn, alt=f"{FLIPS}.", say=percent, bounds=(0,))
+    drawn = [cv.banded(curves, group, **style(n)) for n, (group, curves) in enumerate(found.items())]
+    return cv.draw(
+        f"{one.name}-flips",
+        drawn,
+        alt=f"{FLIPS}.",
+        up="share of a mask that changes at a step",
+        say=percent,
+        bounds=(0,),
+        wide=True,
+    )
 
 
 def _held(changes: dict[str, Any]) -> bool:
@@ -234,8 +264,8 @@ def _held(changes: dict[str, Any]) -> bool:
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
-    if not has_gate_runs(one):
-        both = f"dense and “{one.gate.worse}”"
+    if not has_check_runs(one):
+        both = f"dense and “{one.check.worse}”"
         return [f"Not finished: {done(one)} are done. The study is judged when {both} have two runs each."], {}
     pictures = {f"{name}_{cost}": cv.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
@@ -243,30 +273,30 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     if drawn := flips(one):
         pictures[f"{name}_flips"] = cv.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
-    parts += [reached(one, results), *map(markdown_table, (claim_rows(one), arm_rows(one))), *remarks(one, results)]
+    parts += [reached(one, results), *map(markdown_table, (claim_rows(one), config_rows(one))), *remarks(one, results)]
     return parts, pictures
 
 
 def remarks(one: Judged, results: Path) -> list[str]:
     """Return what a reader of the results should know: what is not shown, and which runs another machine made."""
     found = []
-    drawn = [name for name, arm in one.arms.items() if not arm.hardened]
+    drawn = [name for name, group in one.groups.items() if not group.hardened]
     if drawn:
         found.append(
-            f"Arms without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. Their "
-            "loss is that of the network in training."
+            f"Configs without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. "
+            "Their loss is that of the network in training."
         )
-    for arms in dict.fromkeys(map(tuple, one.scattered.values())):
-        scores = ", by the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == arms)
+    for groups in dict.fromkeys(map(tuple, one.scattered.values())):
+        scores = ", by the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == groups)
         scores = re.sub(r"^loss", "test loss", scores)
         found.append(
-            f"Arms whose runs scatter much more than those of others, by the {scores}, so that each has its own "
-            f"variance: {'; '.join(arms)}."
+            f"Configs whose runs scatter much more than those of others, by the {scores}, so that each has its own "
+            f"variance: {'; '.join(groups)}."
         )
-    if math.isnan(one.arms["dense"].time):
+    if math.isnan(one.groups["dense"].time):
         timed = study(f"times_{one.name.rpartition('_')[2]}")
         found.append(f"The times of this study have not been measured. Measure them with: `{timed.command}`.")
-    missing = [arm for arm in one.arms if arm not in (*one.over_dense, "dense", one.gate.worse)]
+    missing = [group for group in one.groups if group not in (*one.over_dense, "dense", one.check.worse)]
     if missing:
         found.append(f"Not in the pictures, because fewer than two seeds were run: {', '.join(missing)}.")
     path = results / f"{one.name}.jsonl"
@@ -288,37 +318,63 @@ def remarks(one: Judged, results: Path) -> list[str]:
 
 
 def counts(results: Path) -> str:
-    """Return the table of the networks: what dense training reaches, and how many sparse methods are as good or better.
+    """Return the first table: what dense training reaches in each network, and how many sparse methods match it.
 
     Args:
       results: The folder of the results.
     """
     studies = _judged(results)
-    verdicts = _once(studies)
-    rows = [["network", "dense training", "a simple method", *QUESTIONS]]
-    for network, ones in _networks(studies).items():
-        cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
-        rows.append([network, _spread(ones), next(reversed(simple_methods(ones[0].gate, results)), ""), *cells])
+    found, networks = _once(studies), _networks(studies)
+    rows = [["", *map(_short_network, networks)], ["data", *(name.partition(", ")[2] for name in networks)]]
+    rows.append(["dense training reaches", *map(_spread, networks.values())])
+    for kind, title in PRUNED.items():
+        of = lambda name, kind=kind: [verdict for what, verdict in found.get((name, MATCHES), []) if what == kind]
+        rows.append([title, *(_counted(of(name)) for name in networks)])
+    rows.insert(4, ["a random 2:4 mask that never changes", *(_random(ones) for ones in networks.values())])
+    for question, title in BETTER.items():
+        rows.append([title, *(_counted([v for _, v in found.get((name, question), [])]) for name in networks)])
     return markdown_table(rows)
 
 
-def _counted(verdicts: list[str]) -> str:
-    """Return how many claims hold, and in brackets the other verdicts.
+def _random(studies: list[Judged]) -> str:
+    """Return how a random 2:4 mask that never changes compares with dense training, in a word."""
+    found = [(one, each) for one in studies for each in one.judgements if each.claim.first == "random 2:4 mask"]
+    found = [(one, each) for one, each in found if each.claim.second == "dense" and effects.kind(each.verdict)]
+    results = [line(judgement, one)[-1] for one, judgement in found]
+    return results[0] if results else "–"
 
-    >>> _counted(["holds", "undecided", "holds", "does not hold: worse"])
-    '2 of 4 (1 worse, 1 undecided)'
-    >>> _counted(["holds"]), _counted([])
-    ('1 of 1', 'not compared')
+
+def _short_network(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _counted(verdicts: list[str]) -> str:
+    """Return how many claims hold.
+
+    >>> _counted(["holds", "undecided", "holds", "does not hold: worse"]), _counted([])
+    ('2 of 4', '–')
     """
-    if not verdicts:
-        return "not compared"
-    number = {kind: sum(effects.kind(verdict) == kind for verdict in verdicts) for kind in effects.KINDS}
-    others = [f"{count} {kind}" for kind, count in number.items() if count and kind != effects.HOLDS]
-    return f"{number[effects.HOLDS]} of {len(verdicts)}" + (f" ({', '.join(others)})" if others else "")
+    held = sum(effects.kind(verdict) == effects.HOLDS for verdict in verdicts)
+    return f"{held} of {len(verdicts)}" if verdicts else "–"
+
+
+def pruned(recipe: nm.Recipe) -> str:
+    """Return what a recipe prunes, a key of `PRUNED`.
+
+    >>> pruned(nm.Recipe({"mlp": "ste(2,4); dw_g=mvue(1,4)"})), pruned(nm.Recipe({".*": "mdgf(1,8,linear(1,0,9))"}))
+    ('2:4 weights', 'sparser weights')
+    >>> pruned(nm.Recipe({".*": "dw_g=mvue(2,4)"}))
+    'others'
+    """
+    weights = [str(sparsity.y_w) for _, sparsity in recipe.rules]
+    patterns = [(int(n), int(m)) for text in weights for n, m in re.findall(r"\((\d+),(\d+)", text)]
+    if not patterns:
+        return "others"
+    return "2:4 weights" if all(2 * n == m for n, m in patterns) else "sparser weights"
 
 
 def networks(results: Path) -> str:
-    """Return paragraphs on the networks and their gates, and how many verdicts would be others by other scores.
+    """Return paragraphs on the networks and their sanity checks, and how many verdicts would be others by other scores.
 
     Args:
       results: The folder of the results.
@@ -336,16 +392,18 @@ def main_claims(results: Path) -> str:
     """
     rows, begun, found = [], [], _with_results(results)
     for one in found:
-        if not has_gate_runs(one):
+        if not has_check_runs(one):
             begun.append(f"`{one.name}` ({done(one)})")
             continue
-        if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
+        if any(seed not in group.losses | group.lost for group in one.groups.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
-        rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head = ["config or paper", "network", *HEAD[:3], OTHERWISE, "seeds", "gate"]
+        rows += [(one, judgement) for judgement in one.judgements if judgement.claim.about]
     known = [*_networks(found)]
-    rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
-    parts = [markdown_table([head, *rows])]
+    rows.sort(key=lambda row: (ABOUT.index(row[1].claim.about), known.index(row[0].check.network)))
+    of = [judgement.claim.about for _, judgement in rows]
+    named = ["" if n and about == of[n - 1] else about for n, about in enumerate(of)]
+    lines = [[about, *line(judgement, one)] for about, (one, judgement) in zip(named, rows, strict=True)]
+    parts = [markdown_table([["config or paper", *LINE], *lines])]
     if begun:
         parts.append(f"Not finished: {', '.join(begun)}.")
     if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
@@ -367,30 +425,54 @@ def asked(text: str, results: Path, section: Callable[[str], str]) -> str:
       Mistake: If the study has no such claim.
     """
     rows, question, of = [], "", functools.cache(lambda name: judged(name, results))
-    for line in text.strip().splitlines():
-        name, colon, claim = line.partition(": ")
+    for asked_for in text.strip().splitlines():
+        name, colon, claim = asked_for.partition(": ")
         if not colon:
-            question = line
+            question = asked_for
             continue
         one = of(name)
         found = [judgement for judgement in one.judgements if re.fullmatch(claim, judgement.claim.text)]
         if not found:
             raise Mistake(f"{name} has no claim {claim!r}. Its claims are in experiments/studies.")
         for judgement in found:
-            _, network, *cells, _ = _row(judgement, one)
-            rows.append([question, f"[{network}]({section(name)})", *cells])
+            names, network, *cells = line(judgement, one)
+            rows.append([question, names, f"[{network}]({section(name)})", *cells])
             question = ""
-    table = [["question", "network", *HEAD[:3], OTHERWISE, "seeds"], *rows]
+    table = [["question", *LINE], *rows]
     return markdown_table(table if any(row[0] for row in rows) else [row[1:] for row in table])
 
 
-def _row(judgement: Judgement, one: Judged) -> list[str]:
-    """Return the row of a main claim."""
-    by = judgement.verdicts
-    others = [f"{by[score]} ({score})" for score in ("accuracy", "validation loss") if differs(judgement, score)]
-    passed = "not passed" if one.failed else "passed"
-    shown = [judgement.claim.text, judgement.verdict, interval(judgement.differences.get("loss"), 4), "; ".join(others)]
-    return [judgement.claim.about, one.gate.network, *shown, seeds(judgement, one), passed]
+def line(judgement: Judgement, one: Judged) -> list[str]:
+    """Return a claim in one short row: what is compared, where, the difference of the loss, the seeds, the result."""
+    by, claim = judgement.verdicts, judgement.claim
+    result = RESULTS[claim.kind].get(judgement.verdict, effects.plain(judgement.verdict))
+    result += f" {ELSE}" if any(differs(judgement, score) for score in by) else ""
+    difference = interval(judgement.differences.get("loss"), 3)
+    return [compared(claim), _short_network(one.check.network), difference, seeds(judgement, one), result]
+
+
+def compared(claim: Claim) -> str:
+    """Return what a claim compares, in few words.
+
+    >>> compared(Claim("", "S-STE + MVUE(dw)", "as good as", "dense"))
+    'S-STE 2:4 + MVUE(dw) vs dense'
+    >>> text = "MdGf is better than a network that has slightly more FLOPs (feed-forward layers)"
+    >>> compared(Claim(text, "MdGf 1:16", "better than", "narrower dense, FLOPs of “MdGf 1:16”"))
+    'MdGf 1:16 vs narrower dense, which has slightly more FLOPs (feed-forward layers)'
+    """
+    sides = [_with_pattern(re.sub(", FLOPs of “.*”", "", name)) for name in (claim.first, claim.second)]
+    more = ", which has slightly more FLOPs" if "slightly more FLOPs" in claim.text else ""
+    more += ", which has fewer FLOPs" if ", with more FLOPs," in claim.text else ""
+    layers = re.search("queries|feed-forward layers", re.sub("narrower feed-forward layers", "", claim.text))
+    where = {"queries": " (queries, keys, feed-forward)", "feed-forward layers": " (feed-forward layers)"}
+    return f"{' vs '.join(sides)}{more}{where[layers[0]] if layers else ''}"
+
+
+def _with_pattern(name: str) -> str:
+    """Return the name of a config with its pattern, which is 2:4 if the name has none."""
+    if re.search(r"\d:\d", name) or re.match("(narrower |shorter )?dense", name):
+        return name
+    return re.sub("^[^ ,]+", lambda word: f"{word[0]} 2:4", name)
 
 
 def _with_results(results: Path) -> list[Judged]:
@@ -398,15 +480,15 @@ def _with_results(results: Path) -> list[Judged]:
 
 
 def _judged(results: Path) -> list[Judged]:
-    """Return the studies that have the runs of their gates."""
-    return [one for one in _with_results(results) if has_gate_runs(one)]
+    """Return the studies that have the runs of their sanity checks."""
+    return [one for one in _with_results(results) if has_check_runs(one)]
 
 
 def _networks(studies: list[Judged]) -> dict[str, list[Judged]]:
     """Return the studies by their networks."""
     found: dict[str, list[Judged]] = {}
     for one in studies:
-        found.setdefault(one.gate.network, []).append(one)
+        found.setdefault(one.check.network, []).append(one)
     return found
 
 
@@ -425,11 +507,12 @@ def _otherwise(studies: list[Judged]) -> list[str]:
     ]
 
 
-def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
+def _once(studies: list[Judged]) -> dict[tuple[str, str], list[tuple[str, str]]]:
     """Return the verdicts that are counted, by their network and their question, a key of `QUESTIONS`.
 
     Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
-    counts. Random masks do not count: they are there to compare with.
+    counts. Random masks do not count: they are there to compare with. Each verdict stands behind what its config
+    prunes, a key of `PRUNED`.
     """
     found: dict[tuple[str, Hashable, str], Judgement] = {}
     for one in studies:
@@ -439,22 +522,22 @@ def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
                 continue
             for question, (kind, second) in QUESTIONS.items():
                 if claim.kind == kind and claim.second.startswith(second):
-                    key = (one.gate.network, recipe_of(one.study, one.arms[claim.first].changes), question)
+                    key = (one.check.network, recipe_of(one.study, one.groups[claim.first].changes), question)
                     if key not in found or judgement.seeds > found[key].seeds:
                         found[key] = judgement
-    verdicts: dict[tuple[str, str], list[str]] = {}
-    for (network, _, question), judgement in found.items():
-        verdicts.setdefault((network, question), []).append(judgement.verdict)
+    verdicts: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for (network, recipe, question), judgement in found.items():
+        verdicts.setdefault((network, question), []).append((pruned(recipe), judgement.verdict))
     return verdicts
 
 
 def _network(name: str, studies: list[Judged]) -> str:
-    """Return a paragraph on the studies of a network: their devices, gates and margin."""
+    """Return a paragraph on the studies of a network: their devices, sanity checks and margin."""
     count = "one study" if len(studies) == 1 else f"{len(studies)} studies"
     failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in studies if one.failed)
-    passed = "It passes its gate" if len(studies) == 1 else "All pass their gate"
-    gate = studies[0].gate
-    margin = f"The margin is {gate.margin:g} {gate.unit}."
+    passed = "It passes its sanity check" if len(studies) == 1 else "All pass their sanity check"
+    check = studies[0].check
+    margin = f"The margin is {check.margin:g} {check.unit}."
     return f"**{name}**, {count}, {_devices(studies)}. {failed or passed}. {margin}{_scale(studies)}"
 
 
@@ -474,10 +557,10 @@ def _scale(studies: list[Judged]) -> str:
     """Return sentences on what a difference is worth: what narrower dense networks add to the loss."""
     narrower = {}
     for one in studies:
-        base = one.arms["dense"].flops
+        base = one.groups["dense"].flops
         for name, effect in one.over_dense.items():
             if name == methods.HALF or name.startswith("narrower dense"):
-                narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
+                narrower.setdefault(f"{one.groups[name].flops / base:.2f}", f"{interval(effect, 4)}")
     shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
     parts = [f"{more} with {share} of the FLOPs" for share, more in shown.items()]
     return f" The loss of a narrower dense network minus that of dense is {' and '.join(parts)}." if parts else ""

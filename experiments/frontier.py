@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from experiments import claims, command, config_files, evidence, members, recorded
-from experiments.claims import Judged, arm_of, judge, judged, recipe_of
+from experiments.claims import Judged, group_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
 from experiments.report.templates import fill
@@ -53,9 +53,9 @@ def refuse(method: str, one: Judged) -> None:
     """
     field = field_of(one.name)
     mine = recipe_of(one.study, {field: method})
-    for arm, of in one.arms.items():
+    for group, of in one.groups.items():
         if list(of.changes) == [field] and recipe_of(one.study, of.changes) == mine:
-            raise Mistake(f"--method={method}: the study has this method, as “{arm}”.")
+            raise Mistake(f"--method={method}: the study has this method, as “{group}”.")
 
 
 def written(method: str, name: str, count: int, workdir: Path) -> Path:
@@ -82,7 +82,7 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
 
 def field_of(name: str) -> str:
     """Return the field of the config that holds the method in a study."""
-    return next(iter(recorded.study(name).design.arms["dense"]))
+    return next(iter(recorded.study(name).design.groups["dense"]))
 
 
 def estimate(one: Judged, count: int) -> str:
@@ -114,7 +114,7 @@ def devices(lines: list[dict]) -> str:
 
 
 def compared(one: Judged, method: str, lines: list[dict], count: int, share: float) -> Judged:
-    """Return the study with one more arm, and the claims that this arm is better than each of the others.
+    """Return the study with one more config, and the claims that this config is better than each of the others.
 
     Args:
       one: The study.
@@ -124,12 +124,12 @@ def compared(one: Judged, method: str, lines: list[dict], count: int, share: flo
       share: The time of a step of the method, as a share of dense.
     """
     times_of = {YOURS: share} | claims.step_times(one.name, RESULTS)
-    arms = {YOURS: arm_of({field_of(one.name): method}, lines)} | one.arms
-    others = [arm for arm in one.arms if arm != one.gate.worse]
+    groups = {YOURS: group_of({field_of(one.name): method}, lines)} | one.groups
+    others = [group for group in one.groups if group != one.check.worse]
     said = [Claim(f"{YOURS} is as good as dense", YOURS, "as good as", "dense")]
-    said += [Claim(f"{YOURS} is better than “{arm}”", YOURS, "better than", arm) for arm in others]
+    said += [Claim(f"{YOURS} is better than “{group}”", YOURS, "better than", group) for group in others]
     design = one.study.design._replace(seeds=one.seeds[:count], claims=said)
-    return judge(one.name, one.study, design, [*lines, *one.lines], arms, times_of, RESULTS)
+    return judge(one.name, one.study, design, [*lines, *one.lines], groups, times_of, RESULTS)
 
 
 def timed(one: Judged, method: str, workdir: Path) -> float:
@@ -144,20 +144,20 @@ def timed(one: Judged, method: str, workdir: Path) -> float:
     if not path.exists():
         print("Timing steps of your method and of dense, in turn.", flush=True)
         field = field_of(one.name)
-        arms = {"dense": {field: "dense"}, YOURS: {field: method}}
-        replace(path, json.dumps(times.measured(config_files.load(one.study.config_file), arms)) + "\n")
+        groups = {"dense": {field: "dense"}, YOURS: {field: method}}
+        replace(path, json.dumps(times.measured(config_files.load(one.study.config_file), groups)) + "\n")
     return times.shares(json.loads(path.read_text()))[YOURS]
 
 
 def notes(one: Judged, lines: list[dict]) -> list[str]:
-    """Return what a reader should know: the gate, and machines or versions that differ."""
+    """Return what a reader should know: the sanity check, and machines or versions that differ."""
     found = []
     of_study = one.lines[len(lines) :]
     if devices(lines) != devices(of_study):
         found.append(
             f"Your runs were made on {devices(lines)}, and those of the study on {devices(of_study)}, which may round "
             "products in another way. Draw no conclusions from small differences: in the study of the GPT, some "
-            "verdicts of a CPU and of a GPU differ (docs/evidence/method.md, Changes)."
+            "verdicts of a CPU and of a GPU differ (experiments/LAB_NOTEBOOK.md)."
         )
     elif {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in of_study}:
         found.append(
@@ -165,7 +165,7 @@ def notes(one: Judged, lines: list[dict]) -> list[str]:
         )
     if {str(line["versions"]) for line in lines} - {str(line["versions"]) for line in of_study}:
         found.append("Your runs were made with other versions of packages than those of the study.")
-    found += [f"Seed {seed} {outcome}." for seed, outcome in one.arms[YOURS].lost.items()]
+    found += [f"Seed {seed} {outcome}." for seed, outcome in one.groups[YOURS].lost.items()]
     tries = "Each try scores the test data. If you tried several methods, say how many when you report the best."
     return [*found, evidence.reached(one, RESULTS), tries]
 
@@ -178,7 +178,7 @@ def render(one: Judged, method: str, remarks: list[str]) -> str:
         explain=False,
         remarks=remarks,
         claims=evidence.claim_rows(one),
-        arms=evidence.arm_rows(one),
+        groups=evidence.config_rows(one),
         pictures=[evidence.frontier(one, cost, YOURS) for cost in evidence.costs(one)],
         legend=[f"{term}: {text}" for term, text in evidence.LEGEND.items()],
     )
@@ -196,12 +196,12 @@ def run(method: str, config_file: str, count: int | None, workdir: Path | None) 
     name = results_of(config_file)
     one = judged(name, RESULTS)
     refuse(method, one)
-    if not evidence.has_gate_runs(one):
+    if not evidence.has_check_runs(one):
         raise Mistake(
             f"{config_file} is not finished: {evidence.done(one)} are done. Make the others with: {one.study.command}"
         )
     if one.failed:
-        print(f"The study does not pass its gate: {one.failed}. Draw no conclusions from it.")
+        print(f"The study does not pass its sanity check: {one.failed}. Draw no conclusions from it.")
     count = count or len(one.seeds)
     if count > len(one.seeds):
         raise Mistake(
@@ -219,11 +219,11 @@ def run(method: str, config_file: str, count: int | None, workdir: Path | None) 
             raise
     lines = [line for line in lines_of(workdir / "results.jsonl") if line["outcome"] != "running"]
     found = compared(one, method, lines, count, timed(one, method, workdir))
-    if len(found.arms[YOURS].losses) < 2:
-        done = len(found.arms[YOURS].losses)
+    if len(found.groups[YOURS].losses) < 2:
+        done = len(found.groups[YOURS].losses)
         raise Failed(f"{done} of {count} runs finished, and a comparison needs two. The reports are in {workdir}.")
     remarks = notes(found, lines)
-    tables = [markdown_table(rows) for rows in (evidence.claim_rows(found), evidence.arm_rows(found))]
+    tables = [markdown_table(rows) for rows in (evidence.claim_rows(found), evidence.config_rows(found))]
     replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.legend()]) + "\n")
     target = workdir / "frontier.html"
     replace(target, render(found, method, remarks))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.report import compare, compare_page, read, render
+from experiments.report.curves import standalone
 from experiments.report.runs import Run
 from experiments.report.templates import fill
 from experiments.report.words import markdown_table, score
@@ -118,12 +119,17 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
     shown = []
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
+        dense = runs[shelf.names[0]]
         for name, run in runs.items():
-            replace(target / f"{name}.html", render(run, plan_page=""))
+            beside = {} if run is dense else dense.metrics
+            replace(target / f"{name}.html", render(run._replace(baseline=beside), plan_page=""))
+        curves = compare_page.curves(comparison)
+        for figure in curves:
+            replace(target / f"curves-{shelf.key}.svg", standalone(figure.svg))
         links = {run.path: f"{name}.html" for name, run in runs.items()}
         noted = comparison._replace(notes=[*comparison.notes, NO_DIFFERENCE])
         replace(target / f"compare-{shelf.key}.html", compare_page.render(noted, links))
-        shown.append({"key": shelf.key, "title": shelf.title, "rows": rows(runs, comparison)})
+        shown.append({"key": shelf.key, "title": shelf.title, "rows": rows(runs, comparison), "curves": curves})
         shown[-1]["remarks"] = comparison.notes
     not_run = [(name, sentence(name)) for name in NOT_RUN]
     words = {"one_run": ONE_RUN, "comparison": COMPARISON, "needs": NEEDS, "not_run": not_run}
@@ -145,8 +151,10 @@ def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> s
         runs, comparison = compared(shelf, source)
         head, *others = rows(runs, comparison)
         linked = [[f'<a href="{link}{name}.html">{name}</a>', *cells] for name, *cells in others]
+        curves = compare_page.curves(comparison)
         more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
-        parts += [f"## {shelf.title}", markdown_table([head, *linked]), more]
+        picture = f'<img src="{link}curves-{shelf.key}.svg" alt="Scores of these runs over the steps" width="460">'
+        parts += [f"## {shelf.title}", markdown_table([head, *linked]), *([picture] if curves else []), more]
     parts += ["## Config files that were not run", NEEDS, *(f"- `{name}`: {sentence(name)}" for name in NOT_RUN)]
     return "\n\n".join(parts) + "\n"
 
@@ -156,7 +164,9 @@ def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Compar
     runs = {name: read(source / name) for name in shelf.names}
     comparison = compare.compare(list(runs.values()))
     named = zip(comparison.rows, shelf.names, strict=True)
-    alone = [row._replace(name=name, difference=None) for row, name in named]  # there is one seed of each
+    alone = [
+        row._replace(name=name, difference=None, interval=None, comparable=False) for row, name in named
+    ]  # there is one seed of each
     return runs, comparison._replace(names=list(shelf.names), rows=alone)
 
 

@@ -3,7 +3,7 @@
     python -m experiments.reproduce
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
-their verdicts, its arms and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
+their verdicts, its configs and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
 pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. A block
 that begins with several lines shows the claims that they ask for::
 
@@ -33,7 +33,7 @@ from experiments.report.words import duration
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 DOCS = ROOT.parent / "docs"
-PAGES = (PAGE, DOCS / "tutorials" / "which_method.md", DOCS / "explained" / "papers.md")
+PAGES = (PAGE, DOCS / "evidence" / "methods.md")
 ALL = {
     "counts": evidence.counts,
     "claims": evidence.main_claims,

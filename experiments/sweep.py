@@ -20,6 +20,7 @@ from experiments import collected
 from experiments.errors import Diverged, Failed, Mistake, Stopped, Taken, visible
 from experiments.files import writable
 from experiments.members import Member, at, refuse_other_names
+from experiments.report import compare_page
 from experiments.report.words import duration
 from experiments.scale import processes
 from experiments.training import digest, lock, record
@@ -81,6 +82,8 @@ def run(
     own = [member for member in runs if member.name not in sweep.reused]
     if own:
         _say(f"\n{_outcomes(own, workdir)}")
+    if len(own) > 1 and index is None and processes.first():
+        _compare(workdir)
     if sweep.failed:
         raise Failed(
             f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}. The reasons are above, and in the "
@@ -271,6 +274,15 @@ def _step(directory: Path) -> int | None:
 def _say(text: str) -> None:
     if processes.first():
         print(visible(text), flush=True)
+
+
+def _compare(workdir: Path) -> None:
+    """Write the comparison of the runs of a sweep, and say where it is, or why there is none."""
+    try:
+        with writable(workdir):
+            _say(str(compare_page.write(workdir)))
+    except (Mistake, Failed) as error:
+        _say(f"There is no comparison of the runs: {error}")
 
 
 def _outcomes(runs: list[Member], workdir: Path) -> str:

@@ -161,7 +161,8 @@ def test_the_page_of_the_architecture_names_files_that_exist():
                 assert (folder / f"{name}.py").exists() or (folder / name).is_dir(), f"{row[1]}/ has no {name}"
 
 
-COPIES = ("reproduction.md", "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/
+EVIDENCE = ("reproduction.md", "lab_notebook.md")
+COPIES = (*EVIDENCE, "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/
 
 
 def broken_links(page: Path) -> list[str]:
@@ -213,7 +214,7 @@ FIGURE = re.compile(
     r"|\d\s\w*/s\b"
 )
 SOURCE = re.compile(  # a link to results, or a command that measures
-    r"\]\([^)]*(?:/reproduction\.md|/REPRODUCTION\.md|/benchmarks\.md|/gallery\.md|/results/)[^)]*\)"
+    r"\]\([^)]*(?:/reproduction\.md|/REPRODUCTION\.md|/benchmarks\.md|evidence/methods\.md|/gallery\.md|/results/)[^)]*\)"
     r"|python -m experiments\.\w+|launch\.py --|^make (?:bench|gallery|run)\b|`make (?:bench|gallery|run)\b",
     re.MULTILINE,
 )
@@ -230,7 +231,7 @@ def without_source(text: str) -> list[str]:
     return found
 
 
-MEASURED = [page for page in PAGES if page.name != "reproduction.md"]
+MEASURED = [page for page in PAGES if page.name not in EVIDENCE]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.relative_to(ROOT)))

@@ -15,7 +15,7 @@ if not __package__:  # the folder is run, and Python searches modules in it
 
 from experiments.errors import Failed, Mistake, visible
 from experiments.files import FULL, replace, text
-from experiments.report import compare, compare_page, index, read, render
+from experiments.report import compare_page, index, read, render
 
 
 def main(args: list[str] | None = None) -> int:
@@ -66,17 +66,9 @@ def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Pa
         if path.exists() and index.TITLE not in text(path, errors="replace"):
             raise Mistake(f"{path} is another page, not an index of runs. Name another folder for the index: --to=DIR.")
         return {path: page}, f"{path}"
-    comparison = compare.compare_folders(folders, baseline)
     folder = to or _beside(folders)
-    for name, mark in (("compare.html", compare_page.TITLE), ("compare.md", compare.BASELINE)):
-        if (folder / name).exists() and mark not in text(folder / name, errors="replace"):
-            raise Mistake(f"{folder / name} is not a comparison of runs. Name another folder for this one: --to=DIR.")
-    table = compare.markdown(comparison)
-    runs = [run for group in comparison.groups for run in group.runs.values()]
-    reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
-    links = {path: index.relative(page, folder) for path, page in reports.items()}
-    pages = {folder / "compare.html": compare_page.render(comparison, links), folder / "compare.md": table}
-    return pages, f"{table}\n{folder / 'compare.html'}"
+    pages = compare_page.pages(folders, folder, baseline)
+    return pages, f"{pages[folder / 'compare.md']}\n{folder / 'compare.html'}"
 
 
 def _beside(folders: list[Path]) -> Path:

@@ -1,5 +1,6 @@
 """Comparisons of runs, and their tables. Runs that differ only in their seed are one line, with its spread."""
 
+import datetime
 import json
 import math
 import statistics
@@ -11,7 +12,7 @@ from experiments.errors import Mistake
 from experiments.files import lines
 from experiments.report.page import flat
 from experiments.report.runs import BEYOND, Run, at_once, is_number, read
-from experiments.report.words import PLUS_MINUS, duration, large, markdown_table, plus_minus, score, visible
+from experiments.report.words import PLUS_MINUS, duration, is_share, large, markdown_table, plus_minus, score, visible
 
 NO_RUNS = (
     "{} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. Name the --workdir of a "
@@ -32,9 +33,16 @@ SHARES = (
     "is without compilation and evaluations."
 )
 DIFFERENCES = (
-    "A difference is the mean over the seeds that both configs have. If they share no seed, it is the difference of "
-    "the means, marked unpaired. 'May be chance' means that the 95 % interval of the difference, by Student's t, "
-    "contains 0. A difference without ± is of too few seeds to tell."
+    "A difference is the mean over the seeds that both configs have, with its 95 % interval by Student's t. If they "
+    "share no seed, it is the difference of the means, marked unpaired. A config is better or worse if the interval "
+    "leaves out 0; otherwise the difference may be chance. One seed cannot tell, nor can seeds with one and the same "
+    "difference. The intervals are not corrected for the number of configs."
+)
+BETTER, WORSE, CHANCE, UNKNOWN = "better", "worse", "may be chance", "cannot be told"
+NOT_COMPARABLE = "not comparable"
+TIMES_DIFFER = (
+    "Times are not comparable where runs overlapped on a machine, were made on other devices than the baseline, or had "
+    "another number of seeds trained side by side."
 )
 MEMORY = {  # in lines of metrics; the first that a run has counts
     "device_memory": "Device memory is the most that was in use on a device at one time.",
@@ -151,15 +159,21 @@ class Row(NamedTuple):
     seeds: str
     difference: float | None  # to the baseline: the mean over the seeds that both have; of the means if there are none
     error: float | None  # the standard error of the difference
-    apart: bool | None  # True if the 95 % interval of the difference does not contain 0; None if that cannot be told
+    interval: tuple[float, float] | None  # the 95 % interval of the difference; None if it cannot be told
     paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
     steps_time: float | None  # time of all steps, relative to the baseline's
     temporary: float | None  # temporary memory of a step, relative to the baseline's
     time: float | None  # the mean duration of a run, in seconds
+    comparable: bool  # whether its times can be compared with the baseline's
     memory: float | None  # the most bytes that were in use at one time
     others: dict[str, tuple[float | None, float | None]]  # of the other metrics: the mean and its standard error
     marks: str  # the runs that failed or are missing
+
+    @property
+    def apart(self) -> bool | None:
+        """Whether the 95 % interval of the difference leaves out 0; None if that cannot be told."""
+        return None if self.interval is None else not self.interval[0] <= 0 <= self.interval[1]
 
 
 class Comparison(NamedTuple):
@@ -202,16 +216,19 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     wanted = sorted({seed for group in by_config for seed in group.runs})
     others = [name for name in figures[0] if name != metric and all(name in f for f in figures)] if figures else []
     memory = next((kind for kind in MEMORY if any(group.memory(kind) for group in by_config)), "")
+    timed = with_own_times(by_config, by_config[base])
     rows = [
-        _row(group, name, by_config[base], metric, others, wanted, memory)
-        for group, name in zip(by_config, names, strict=True)
+        _row(group, name, by_config[base], metric, others, wanted, memory)._replace(comparable=own)
+        for group, name, own in zip(by_config, names, timed, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
+    if not all(row.comparable for row in rows if row.time is not None):
+        notes.insert(0, TIMES_DIFFER)
     named = {data_of(run.config) for run in runs} - {""}
     checksums = {str(run.about.get("data") or "") for run in runs} - {""}
     if len(named) > 1 or len(checksums) > 1:
         notes.insert(0, DATA_DIFFER)
-    if len({devices for run in runs if (devices := dict(run.about.get("header", ())).get("devices"))}) > 1:
+    if len({devices for run in runs if (devices := devices_of(run))}) > 1:
         notes.insert(0, DEVICES_DIFFER)
     return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
 
@@ -308,6 +325,7 @@ def _row(
     marks += [f"seed {seed} without a score" for seed in group.finished if seed not in values]
     marks += [f"seed {seed} missing" for seed in seeds if seed not in group.runs]
     ratio = lambda value, of: value / of if value is not None and of else None
+    half = _half(difference, error, freedom)
     return Row(
         name,
         mean=mean,
@@ -315,20 +333,21 @@ def _row(
         seeds=f"{len(values)} of {len(seeds)}",
         difference=difference,
         error=error,
-        apart=_apart(difference, error, freedom),
+        interval=None if half is None or difference is None else (difference - half, difference + half),
         paired=bool(gaps),
         cost=ratio(group.cost and group.cost[1], base.cost and base.cost[1]),
         steps_time=ratio(group.seconds, base.seconds),
         temporary=ratio(group.measured("step_bytes"), base.measured("step_bytes")),
         time=group.time,
+        comparable=True,
         memory=group.memory(memory),
         others={other: _mean(group.values(other).values()) for other in others},
         marks=", ".join(marks),
     )
 
 
-def _apart(difference: float | None, error: float | None, freedom: float) -> bool | None:
-    """Return whether the 95 % interval of a difference leaves out 0; None if that cannot be told.
+def _half(difference: float | None, error: float | None, freedom: float) -> float | None:
+    """Return half the width of the 95 % interval of a difference; None if that cannot be told.
 
     It cannot be told from one seed, nor from seeds that all have the same difference, as few test examples give.
     """
@@ -336,7 +355,51 @@ def _apart(difference: float | None, error: float | None, freedom: float) -> boo
 
     if difference is None or error is None or error <= 1e-9 * abs(difference):
         return None
-    return abs(difference) > float(stdtrit(freedom, 0.975)) * error
+    return float(stdtrit(freedom, 0.975)) * error
+
+
+def with_own_times(by_config: list[Group], base: Group) -> list[bool]:
+    """Return for each config whether its times can be compared with those of the baseline.
+
+    Its runs overlap with no other run than those that they were trained side by side with. They have the devices of the
+    baseline, and as many runs beside them. Work of other programs is not known.
+    """
+    spans = [(run, span) for group in by_config for run in group.runs.values() if (span := _span(run))]
+
+    def alone(run: Run) -> bool:
+        own, beside = _span(run), {run.name, *(run.about.get("trained_with") or ())}
+        meets = lambda other: own is not None and own[0] < other[1] and other[0] < own[1]
+        return not any(meets(span) for other, span in spans if other is not run and other.name not in beside)
+
+    kinds = lambda group: {(devices_of(run), at_once(run.about)) for run in group.finished.values()}
+    own = [all(map(alone, group.finished.values())) for group in by_config]
+    base_alone = own[next(n for n, group in enumerate(by_config) if group is base)]
+    return [base_alone and mine and kinds(group) == kinds(base) for group, mine in zip(by_config, own, strict=True)]
+
+
+def _span(run: Run) -> tuple[datetime.datetime, datetime.datetime] | None:
+    """Return when a run began and ended; None if that is not known."""
+    try:
+        began, ended = (datetime.datetime.fromisoformat(run.about[key]) for key in ("began", "ended"))
+        return (began, ended) if began <= ended else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def devices_of(run: Run) -> str:
+    """Return the devices of a run as its header has them, or ""."""
+    return str(dict(run.about.get("header", ())).get("devices") or "")
+
+
+def verdict(row: Row, metric: str) -> str:
+    """Return how a config compares with the baseline, in words."""
+    if row.difference is None:
+        return ""
+    if row.interval is None:
+        return UNKNOWN
+    if not row.apart:
+        return CHANCE
+    return BETTER if (row.difference < 0) == metric.endswith("loss") else WORSE
 
 
 # ---- the table ----
@@ -344,11 +407,16 @@ def _apart(difference: float | None, error: float | None, freedom: float) -> boo
 
 def legend(comparison: Comparison) -> str:
     """Return an explanation of the numbers in the table."""
+    return " ".join(legend_parts(comparison))
+
+
+def legend_parts(comparison: Comparison) -> tuple[str, str]:
+    """Return what a reader has to know of the numbers, and what explains them in full."""
     base = f"{BASELINE} {comparison.names[comparison.base]}: {comparison.why}."
     validated = any(name.startswith("validation_") for name in comparison.others)
     splits = f"{TEST}{VALIDATION if validated else ''}."
     memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []
-    return " ".join([splits, base, PLUS_MINUS, DIFFERENCES, SHARES, *memory])
+    return f"{splits} {base}", " ".join([PLUS_MINUS, DIFFERENCES, SHARES, *memory])
 
 
 def table(comparison: Comparison) -> list[list[str]]:
@@ -358,22 +426,26 @@ def table(comparison: Comparison) -> list[list[str]]:
     first, *others = (name.replace("_", " ") for name in (comparison.metric, *comparison.others))
     memory = [comparison.memory.replace("_", " ")] if comparison.memory else []
     costs = [*relative.values(), "time of a run", *memory]
-    rows = [["config", first, "seeds", "difference to the baseline", *costs, *others, ""]]
+    unit = " in points" if is_share(comparison.metric) else ""
+    rows = [["config", first, "compared", f"difference{unit}, 95 % interval", "seeds", *costs, *others, ""]]
     for number, row in enumerate(comparison.rows):
-        difference = "the baseline"
+        words, difference = "the baseline", ""
         if number != comparison.base:
-            difference = score(comparison.metric, row.difference, signed=True) + plus_minus(
-                comparison.metric, row.error
-            )
+            words = verdict(row, comparison.metric)
+            difference = score(comparison.metric, row.difference, signed=True)
+            if row.interval is not None:
+                difference += f" [{', '.join(score(comparison.metric, end, signed=True) for end in row.interval)}]"
             difference += ", unpaired" if row.difference is not None and not row.paired else ""
-            difference += ", may be chance" if row.apart is False else ""
         mean = score(comparison.metric, row.mean) + plus_minus(comparison.metric, row.mean_error)
         means = [score(name, value) + plus_minus(name, error) for name, (value, error) in row.others.items()]
-        shares = [getattr(row, name) for name in relative]
-        costs = ["" if share is None else f"{share:.3f}" for share in shares]
-        costs.append("" if row.time is None else duration(row.time))
+        shown = lambda name, row=row: row.comparable or name != "steps_time"
+        costs = [
+            "" if (share := getattr(row, name)) is None else f"{share:.3f}" if shown(name) else NOT_COMPARABLE
+            for name in relative
+        ]
+        costs.append("" if row.time is None else duration(row.time) if row.comparable else NOT_COMPARABLE)
         costs += ["" if row.memory is None else f"{large(row.memory)}B"] if comparison.memory else []
-        rows.append([row.name, mean, row.seeds, difference, *costs, *means, row.marks])
+        rows.append([row.name, mean, words, difference, row.seeds, *costs, *means, row.marks])
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import math
 from typing import Any
 
@@ -125,6 +126,12 @@ def mask_pattern(mask: np.ndarray, axis: int, m: int) -> str:
 
 
 # ---- text ----
+
+
+def answers(run: Run) -> list[tuple[str, str, str]]:
+    """Return the sources, references and outputs that a task of one's own shows. A missing one is ""."""
+    texts = [run.text.get(name) or [] for name in ("source", "reference", "output")]
+    return list(itertools.zip_longest(*texts, fillvalue=""))[:SAMPLES]
 
 
 def windows(run: Run) -> dict[str, Any]:

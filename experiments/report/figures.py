@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.report import curves as cv
 from experiments.report.curves import Curve
-from experiments.report.runs import Run, layers, series
+from experiments.report.runs import Run, is_number, layers, series
 from experiments.report.words import in_bytes, large, number, parts_that_differ, percent
 
 MEASURES = {  # of layers: what each is, and values that its axis includes
@@ -20,7 +20,8 @@ MEASURES = {  # of layers: what each is, and values that its axis includes
     ),
     "gradient_bias": (
         "The distance of the mean of four draws from the exact gradient, relative to the gradient's norm. "
-        "For an unbiased method it is not 0, because four draws leave some noise: about half the root of the variance.",
+        "For an unbiased method it is not 0, because four draws leave noise: half the root of the variance. The dotted "
+        "line is this noise floor, as a mean of the layers.",
         (),
     ),
     "gradient_cosine": ("The cosine of the angle between the pruned gradient and the exact one.", ()),
@@ -64,6 +65,7 @@ def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
     shown = []
     for key, say in (("loss", number), ("accuracy", percent)):
         curves = [
+            *_of_baseline(run, key),
             Curve("train", *series(kinds["train"], key), "muted", 1.4),
             Curve("eval", *series(kinds["eval"], key), "s0", 1.8, cv.DASHES[1]),
             Curve("hardened", *series(kinds["eval"], f"hardened_{key}"), "s1", 2.2),
@@ -71,6 +73,29 @@ def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
         if curves := [c for c in curves if c.steps.size]:
             shown.append((key, say, curves))
     return shown
+
+
+def _of_baseline(run: Run, key: str) -> list[Curve]:
+    """Return the curve of the run that a run is compared with, of its hardened weights if it has such scores."""
+    lines = run.baseline.get("eval", [])
+    hardened, plain = series(lines, f"hardened_{key}"), series(lines, key)
+    return [Curve("baseline", *(hardened if hardened[0].size else plain), "s3", 1.6, cv.DASHES[3])]
+
+
+def why_losses_differ(run: Run) -> str:
+    """Return a sentence on why the losses of training and of evaluations differ, from the settings of the run."""
+    of = lambda group: run.config.get(group) if isinstance(run.config.get(group), dict) else {}
+    data, model, teacher = of("data"), of("model"), of("teacher")
+    has = lambda value: is_number(value) and value > 0
+    parts = [f"{name} {number(value)}" for name, value in (
+        ("label smoothing", data.get("smoothing")), ("mixup", data.get("mixup")), ("dropout", model.get("dropout")),
+    ) if has(value)]  # fmt: skip
+    parts += [name for name, value in (("random crops", data.get("crop")), ("random flips", data.get("flip"))) if value]
+    parts += ["a teacher"] if teacher.get("weights") else []
+    listed = " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+    words = f" Training has {listed}; evaluations do not." if parts else ""
+    words += " Evaluations use a moving average of the weights." if has(run.config.get("ema")) else ""
+    return words + " Values of train are means over the steps since the line before, so they are of earlier weights."
 
 
 def latest(run: Run) -> list[tuple[str, str]]:
@@ -81,6 +106,7 @@ def latest(run: Run) -> list[tuple[str, str]]:
         (f"{names.get(c.name, c.name)} {key}", say(c.values[-1]))
         for key, say, curves in judged_first
         for c in reversed(curves)
+        if c.name != "baseline"
     ]
     steps = [record["step"] for records in run.metrics.values() for record in records]
     return [*figures, ("steps", f"{max(steps):,}")] if steps else []
@@ -91,14 +117,16 @@ def learning(run: Run) -> list[Figure]:
     figures = []
     for key, say, curves in scores(run):
         ring, words = None, last_words(curves, say)
-        judged = [c for c in curves if c.name != "train" and c.finite.any()]
+        judged = [c for c in curves if c.name not in ("train", "baseline") and c.finite.any()]
         if judged and key == run.about.get("metric"):
             c, pick = judged[-1], np.argmin if key == "loss" else np.argmax
             best = np.flatnonzero(c.finite)[pick(c.values[c.finite])]
             ring = (c.steps[best], c.values[best], c.colour)
             words += f" Best, ringed: {c.name} {say(c.values[best])} at step {c.steps[best]:,.0f}."
-        if names := [c.name for c in curves if c.name != "train"]:
+        if names := [c.name for c in curves if c.name not in ("train", "baseline")]:
             words += f" Scores of the {run.split} split: {', '.join(names)}."
+        if key == "loss" and {"train", "eval"} <= {c.name for c in curves}:
+            words += why_losses_differ(run)
         lines = [line for c in curves for line in (cv.smoothed(c) if c.name == "train" else [c])]
         words += SMOOTHED if len(lines) > len(curves) else ""
         figures.append(plot(key, curves, words, run, lines, say=say, log=key == "loss", ring=ring))
@@ -137,12 +165,24 @@ def sparsity(run: Run) -> tuple[list[Figure], Table]:
                 c._replace(colour=f"s{n}", width=1.7, dash=cv.DASHES[n % 4], opacity=1.0, label=label)
                 for n, (label, c) in enumerate(zip(labels, curves, strict=True))
             ]
+        if key == "gradient_bias" and (floor := noise_floor(by_measure["gradient_variance"])):
+            lines.append(floor)
         limit = max(60, min(500, 8000 // len(curves)))  # of points a curve, so that the page stays small
         words = f"{meaning} {spread(ends)}"
         figures.append(plot(key, curves, words, run, lines, limit=limit, log=not bounds, bounds=bounds))
     rows = dict.fromkeys(name for by_layer in last.values() for name in by_layer)
     said = [[name, *(number(v[name]) if name in v else "" for v in last.values())] for name in rows]
     return figures, Table(["layer", *last], said)
+
+
+def noise_floor(variances: dict[str, tuple[np.ndarray, np.ndarray]]) -> Curve | None:
+    """Return the bias that four draws of an unbiased method show by chance: half the root of the variance.
+
+    It is the mean of the layers. Without variances it is None.
+    """
+    floors = [Curve("", steps, np.sqrt(np.maximum(values, 0)) / 2) for steps, values in variances.values()]
+    style = {"colour": "s1", "width": 2.0, "dash": cv.DASHES[2], "label": "noise floor"}
+    return cv.banded(floors, "noise floor", **style)._replace(band=None) if floors else None
 
 
 def spread(last: dict[str, float]) -> str:
@@ -204,7 +244,15 @@ def plot(
         words += f" Not finite: {broken} value{'s' if broken > 1 else ''}, × on the axis."
     until = max(records[-1]["step"] for records in run.metrics.values())
     thin = [cv.thinned(c, limit) for c in lines or curves]
-    svg = cv.draw(f"plot-{key}", thin, alt=f"{title} over steps. {words}", until=until, say_step=large, **options)
+    svg = cv.draw(
+        f"plot-{key}",
+        thin,
+        alt=f"{title} over steps. {words}",
+        up=title.lower() if title[1:2].islower() else title,
+        until=until,
+        say_step=large,
+        **options,
+    )
     return Figure(title, svg, words)
 
 

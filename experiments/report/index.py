@@ -285,7 +285,7 @@ def _picture(n: int, group: list[Entry], edge: list[Entry]) -> dict[str, Any]:
         words += f" The worst scores, of {out} runs, are" if out > 1 else " The worst score, of 1 run, is"
         words += " outside the picture."
     svg = cv.cloud(
-        f"frontier-{n}", near, line, alt=f"{title} by effective FLOPs. {words}", along="effective FLOPs",
+        f"frontier-{n}", near, line, alt=f"{title} by effective FLOPs. {words}", along="effective FLOPs", up=metric,
         say=number if losses else percent, best=min if losses else max,
     )  # fmt: skip
     return {"title": title, "svg": svg, "words": words, "metric": metric, "edge": edge}

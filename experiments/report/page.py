@@ -1,11 +1,12 @@
 """The page of a run, and the page of its plan."""
 
+import re
 from typing import Any
 
 from markupsafe import Markup
 
 from experiments.report import examples, figures
-from experiments.report.runs import PLAN, Run
+from experiments.report.runs import PLAN, Run, test_examples
 from experiments.report.templates import fill
 
 
@@ -30,7 +31,7 @@ def render(run: Run, plan_page: str = "plan.html") -> str:
         title=run.name,
         reload=run.reload,
         run=run,
-        tiles=run.about.get("summary") or figures.latest(run),
+        tiles=with_error(run, run.about.get("summary") or figures.latest(run)),
         remarks=remarks,
         learning=figures.learning(run),
         sparsity=by_layer,
@@ -44,9 +45,23 @@ def render(run: Run, plan_page: str = "plan.html") -> str:
         confusion=examples.confusion(run),
         hardest=examples.images(run, "hardest_"),
         windows=examples.windows(run),
+        answers=examples.answers(run),
         again=again,
         config=flat(run.config),
     )
+
+
+def with_error(run: Run, tiles: list) -> list:
+    """Return the summary of a run. A test accuracy gets its binomial standard error and the number of its examples."""
+    count, shown = test_examples(run), []
+    for label, value in tiles:
+        said = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", str(value))
+        if count and said and re.fullmatch("(test )?(hardened )?accuracy", str(label)):
+            share = min(float(said[1]) / 100, 1.0)
+            error = 100 * (share * (1 - share) / count) ** 0.5
+            label, value = f"{label} of {count:,} {run.about.get('unit') or 'examples'}", f"{said[1]} % ± {error:.2g}"
+        shown.append((label, value))
+    return shown
 
 
 def plan_page(name: str, plan: str) -> str:

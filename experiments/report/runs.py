@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from experiments.errors import Mistake
 from experiments.report.words import duration, moment, only_tables
 
 PLAN = ("<!-- plan -->", "<!-- end of plan -->")  # around the plan in plan.html
+BASELINE = "baseline"  # the folder in which --with_baseline trains the run to compare with
 BLOCK = 2**16  # bytes of metrics.jsonl that are read at once, from the end
 LARGEST = 2**63  # of integers: no run writes larger ones
 BEYOND = 1e100  # float32 ends at 3e38: a larger value was infinite
@@ -61,6 +63,7 @@ ABOUT: Fields = {  # run.json
 }
 TEXT: Fields = {
     "samples": ("a list", _is(list)),
+    **dict.fromkeys(("source", "reference", "output"), _TEXTS),
     "hardest": ("a list of windows with their losses", _all(list, _is_window)),
 }
 BREAKDOWN: Fields = {
@@ -84,6 +87,7 @@ class Run(NamedTuple):
     text: dict[str, Any] = {}
     complaints: tuple[str, ...] = ()  # what could not be read
     breakdown: dict[str, Any] = {}  # of a traced step, if there is one
+    baseline: dict[str, list[dict[str, Any]]] = {}  # the lines of the run that it is compared with, if there is one
 
     @property
     def name(self) -> str:
@@ -202,6 +206,7 @@ def read(run_dir: Path) -> Run:
         _checked(run_dir / "text.json", TEXT) or {},
         complaints,
         _checked(run_dir / "profile" / "breakdown.json", BREAKDOWN) or {},
+        parse_metrics(_text(run_dir / BASELINE / "metrics.jsonl", files.LONGEST))[0],
     )
 
 
@@ -305,6 +310,12 @@ def _numbers(steps: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.n
         kept = np.array([is_number(value) for value in values], bool)
         steps, values = steps[kept], [value for value in values if is_number(value)]
     return steps, np.array(values, float)
+
+
+def test_examples(run: Run) -> int:
+    """Return the number of test examples that the header of a run names: 0 if it names none, or tokens."""
+    found = re.search(r"(\d[\d,]*) test\b", str(dict(run.about.get("header") or ()).get("data", "")))
+    return int(found[1].replace(",", "")) if found and run.about.get("unit") != "tokens" else 0
 
 
 def at_once(about: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ import html
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -128,6 +128,37 @@ def duration(seconds: float) -> str:
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
     first = next(i for i, (count, _) in enumerate(parts) if count)
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
+
+
+def tick(say: Callable[[float], str], value: float, step: float) -> str:
+    """Return the text of a tick with as many digits as the step between ticks needs; step 0: as ``say`` writes it.
+
+    >>> [tick(number, x, 0.025) for x in (1.0, 1.025)], tick(percent, 0.9875, 0.0025), tick(signed, 0.0025, 0.0025)
+    (['1.000', '1.025'], '98.75 %', '+0.0025')
+    >>> tick(large, 1024, 0), tick(large, 1_025, 25), tick(large, 20_000, 5_000)
+    ('1,024', '1,025', '20k')
+    """
+    if say is large and 1000 <= abs(value) < 1e5 and float(f"{value:.3g}") != value:
+        return f"{value:,.0f}".replace("-", "−")
+    forms = {number: ("{:,.{}f}", 1), percent: ("{:,.{}f} %", 100)}
+    form = (forms | {signed: ("{:+,.{}f}", 1), in_points: ("{:+,.{}f}", 100)}).get(say)
+    if form is None or not step or not 1e-4 <= abs(step) < 1e6:
+        return say(value)
+    if say in (signed, in_points) and value == 0:
+        return "0"
+    text, factor = form
+    digits = next((n for n in range(6) if abs(factor * step * 10**n - round(factor * step * 10**n)) < 1e-6), 6)
+    return text.format(factor * value + 0.0, digits).replace("-", "−")
+
+
+def signed(x: float) -> str:
+    """Return a difference with its sign: +0.012."""
+    return f"{x:+.3f}".replace("-", "−")
+
+
+def in_points(x: float) -> str:
+    """Return a difference of shares of 1 in percentage points, with its sign: +1.2."""
+    return f"{100 * x:+.1f}".replace("-", "−")
 
 
 def milliseconds_of(seconds: float) -> str:

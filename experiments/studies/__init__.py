@@ -50,13 +50,13 @@ ABOUT = (  # what the main claims are about, in their order: the methods of conf
 
 
 class Claim(NamedTuple):
-    """A claim about two arms of a study.
+    """A claim about two configs of a study.
 
     Attributes:
       text: The claim as a sentence without a full stop.
-      first: The name of the arm that is said to be better, or as good.
-      kind: What the claim says of the first arm and the second.
-      second: The name of the other arm.
+      first: The name of the config that is said to be better, or as good.
+      kind: What the claim says of the first config and the second.
+      second: The name of the other config.
       about: What it is a main claim about, one of `ABOUT`; "" if it is not a main claim.
     """
 
@@ -67,7 +67,7 @@ class Claim(NamedTuple):
     about: str = ""
 
 
-class Gate(NamedTuple):
+class SanityCheck(NamedTuple):
     """The condition of a study: it counts only if its networks pass.
 
     Attributes:
@@ -75,7 +75,7 @@ class Gate(NamedTuple):
       data: The data of `baselines` with which simple methods are scored.
       metric: The dense network is judged by its "accuracy" or its "loss" on the test data.
       limit: The score that the dense network has to reach; or the name of a simple method, for the score of it.
-      worse: The name of the arm that has to be worse than dense by more than the margin.
+      worse: The name of the config that has to be worse than dense by more than the margin.
       margin: The largest difference of the loss that does not matter.
       unit: The unit of the loss.
     """
@@ -97,25 +97,27 @@ class Design(NamedTuple):
 
     Attributes:
       config: The config that its runs change.
-      gate: What its networks have to pass.
-      seeds: The seeds of every arm.
-      arms: What each arm changes, by its name.
+      check: What its networks have to pass.
+      seeds: The seeds of every config.
+      groups: What each config changes, by its name.
       claims: The claims that it judges.
     """
 
     config: ConfigDict
-    gate: Gate
+    check: SanityCheck
     seeds: Sequence[int]
-    arms: dict[str, Changes]
+    groups: dict[str, Changes]
     claims: list[Claim]
 
 
-WORSE = "random 1:16 mask"  # the arm that has to be worse
+WORSE = "random 1:16 mask"  # the config that has to be worse
 RANDOM = "y_w=ste(hold(uniform(1,16,rescale=False)))"  # its method: one random mask for the whole run
 RANDOM_2_4 = "y_w=ste(hold(uniform(2,4,rescale=False)))"  # the same at 2:4, to compare ways to choose a mask with
-FASHION = Gate("ViT, Fashion-MNIST", "fashion_mnist", "accuracy", 0.87, worse=WORSE, margin=0.01, unit="nats")
-CIFAR = Gate("ViT, CIFAR-10", "cifar10", "accuracy", 0.8, worse=WORSE, margin=0.01, unit="nats")
-BOOKS = Gate("GPT, bytes of books", "books_start", "loss", "5-gram", worse=WORSE, margin=0.01, unit="nats a byte")
+FASHION = SanityCheck("ViT, Fashion-MNIST", "fashion_mnist", "accuracy", 0.87, worse=WORSE, margin=0.01, unit="nats")
+CIFAR = SanityCheck("ViT, CIFAR-10", "cifar10", "accuracy", 0.8, worse=WORSE, margin=0.01, unit="nats")
+BOOKS = SanityCheck(
+    "GPT, bytes of books", "books_start", "loss", "5-gram", worse=WORSE, margin=0.01, unit="nats a byte"
+)
 
 
 def named(name: str) -> tuple[ModuleType, str]:
@@ -131,14 +133,14 @@ def named(name: str) -> tuple[ModuleType, str]:
     return importlib.import_module(f"experiments.studies.{stem}"), name.removeprefix(f"{stem}_")
 
 
-def rival(word: str, method: str) -> str:
-    """Return the name of an arm that has the same FLOPs as a method.
+def dense_baseline(word: str, method: str) -> str:
+    """Return the name of a config that has the same FLOPs as a method.
 
     Args:
       word: How it comes to these FLOPs, as "narrower dense".
       method: The name of the method.
 
-    >>> rival("shorter dense", "STE")
+    >>> dense_baseline("shorter dense", "STE")
     'shorter dense, FLOPs of “STE”'
     """
     return f"{word}, FLOPs of “{method}”"
@@ -152,31 +154,31 @@ def one_of(variant: str, known: Iterable[str]) -> str:
     return variant or names[0]
 
 
-def arms(field: str, given: Mapping[str, str | Changes]) -> dict[str, Changes]:
-    """Return the arms of a study: dense training, those that are given, and the one that has to be worse.
+def groups(field: str, given: Mapping[str, str | Changes]) -> dict[str, Changes]:
+    """Return the configs of a study: dense training, those that are given, and the one that has to be worse.
 
     Args:
       field: The field of the config that holds a method.
-      given: By name the text of a method, or else what an arm changes.
+      given: By name the text of a method, or else what a config changes.
     """
     found = {"dense": "dense", **given, WORSE: RANDOM}
     return {name: {field: one} if isinstance(one, str) else one for name, one in found.items()}
 
 
 def better(first: str, second: str, text: str = "", about: str = "") -> Claim:
-    """Return the claim that an arm is better than another one."""
+    """Return the claim that a config is better than another one."""
     return Claim(text or f"{first} is better than {second}", first, "better than", second, about)
 
 
 def as_good(first: str, second: str = "dense", text: str = "", about: str = "") -> Claim:
-    """Return the claim that an arm is as good as another one."""
+    """Return the claim that a config is as good as another one."""
     return Claim(text or f"{first} is as good as {second}", first, "as good as", second, about)
 
 
 def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict], Callable[..., list[Changes]]]:
     """Return what launch.py calls in a config file, get_config and get_sweep, of a study.
 
-    Runs of an arm follow each other and share a program.
+    Runs of a config follow each other and share a program.
 
     Args:
       design: Returns the study in a variant.
@@ -184,6 +186,6 @@ def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict]
 
     def get_sweep(variant: str = "") -> list[Changes]:
         of = design(variant)
-        return [changes | {"seed": seed} for changes in of.arms.values() for seed in of.seeds]
+        return [changes | {"seed": seed} for changes in of.groups.values() for seed in of.seeds]
 
     return lambda variant="": design(variant).config, get_sweep

@@ -99,10 +99,13 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         shares = np.array([rows["actual"] / rows["predicted"] for rows in of.values()])
         medians = np.array([np.median(part) for part in np.array_split(shares, len(curve.steps), axis=1)])
         amount.append(cv.Curve(method, curve.steps, medians, curve.colour))
-    words = "The share of mask entries that a step flips, by step."
-    pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
+    words, style = "The share of mask entries that a step flips, by step.", {"say": percent, "wide": True}
+    pictures = {
+        "flips": cv.draw("descent-flips", flips, alt=words, up="mask entries that a step flips", bounds=(0,), **style)
+    }
     words = "Actual descent as a share of the predicted descent: medians of the steps of a bin."
-    pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
+    up = "actual descent / predicted descent"
+    pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, up=up, bounds=(0, 1), **style)
     note = f"{PLUS_MINUS} The greatest rise is that of all seeds. For the curves, the steps are divided into "
     note += f"{looking.BINS} bins. Each point is the mean of a bin, or the median for the amount of descent."
     return "\n".join([markdown_table(table, narrow=True), "", note]), pictures

@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import PLUS_MINUS, large, markdown_table, spread
+from experiments.report.words import PLUS_MINUS, markdown_table, spread
 from experiments.studies import looking
 from experiments.training.program import Program
 
@@ -164,5 +164,5 @@ def _draw(model: str, runs: list[dict]) -> str:
         by_seed = [cv.Curve("", steps, np.array(rows[pruner])) for rows in runs]
         curves.append(cv.banded(by_seed, pruner, colour=f"s{n}"))
     words = f"{model}: error of one draw of dw, relative to the norm of dw, by the number of tokens."
-    options = {"bounds": (0,), "along": "tokens", "since": steps[0], "say_step": lambda x: large(2**x)}
-    return cv.draw(f"dw-{model}", curves, alt=words, **options)
+    options = {"bounds": (0,), "along": "tokens", "since": steps[0], "say_step": lambda x: f"{2**x:,.0f}"}
+    return cv.draw(f"dw-{model}", curves, alt=words, up="relative error of one draw of dw", wide=True, **options)

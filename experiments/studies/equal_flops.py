@@ -6,12 +6,23 @@ r"""Progressive gradient flow (arXiv 2402.04744) at equal FLOPs: MdGf against SR
 MdGf's weights are dense for most of the run, so its step costs more than one of SR-STE. The paper claims that MdGf is
 better at equal FLOPs of training. Here SR-STE trains for more steps, until its FLOPs equal those of MdGf, with the λ
 of its paper and with ten times this λ. At 1:16 there is also exponential fading, which leaves 2e-5 before it ends at
-70 % of the run, and STE with more steps. The dense rivals have a narrower feed-forward layer, or end sooner. The
+70 % of the run, and STE with more steps. The dense baselines have a narrower feed-forward layer, or end sooner. The
 variants cpu and qk_cpu train the ViT of methods.py: cpu prunes its feed-forward layers, and qk_cpu its queries and
 keys too.
 """
 
-from experiments.studies import Changes, Claim, Design, arms, as_good, better, launched, methods, one_of, rival
+from experiments.studies import (
+    Changes,
+    Claim,
+    Design,
+    as_good,
+    better,
+    dense_baseline,
+    groups,
+    launched,
+    methods,
+    one_of,
+)
 
 PATTERNS = ("1,8", "1,16", "1,64")
 EXPONENTIAL = "MdGf 1:16, exponential to 70 %"
@@ -20,7 +31,10 @@ STEPS = {  # of these runs
     "cpu": {"1,8": 6940, "1,16": 7024, "1,64": 7088},
     "qk_cpu": {"1,8": 7244, "1,16": 7362, "1,64": 7454},
 }
-RIVALS = {"cpu": {"steps": 5647, "model.hidden": 232}, "qk_cpu": {"steps": 5559, "model.hidden": 226}}  # as MdGf 1:16
+BASELINES = {
+    "cpu": {"steps": 5647, "model.hidden": 232},
+    "qk_cpu": {"steps": 5559, "model.hidden": 226},
+}  # as MdGf 1:16
 
 
 def design(variant: str = "") -> Design:
@@ -34,7 +48,7 @@ def design(variant: str = "") -> Design:
     c.unlock()
     c.sparsity = dict(pruned="dense")
     c.lock()
-    return Design(c, base.gate, range(10), arms("sparsity.pruned", _given(variant)), _claims(variant))
+    return Design(c, base.check, range(10), groups("sparsity.pruned", _given(variant)), _claims(variant))
 
 
 def _given(variant: str) -> dict[str, str | Changes]:
@@ -44,13 +58,13 @@ def _given(variant: str) -> dict[str, str | Changes]:
         found[f"SR-STE {shown}"] = f"sr_ste({pattern})"
         for lam, words in LONGER.items():
             longer = {"sparsity.pruned": f"sr_ste({pattern},lam={lam})", "steps": STEPS[variant][pattern]}
-            found[rival(f"SR-STE {shown}, {words}", f"MdGf {shown}")] = longer
+            found[dense_baseline(f"SR-STE {shown}, {words}", f"MdGf {shown}")] = longer
         found[f"MdGf {shown}"] = f"mdgf({pattern},linear(1,0,70%))"
     found[EXPONENTIAL] = "mdgf(1,16,exponential(0.002595,0,70%))"
     longer = {"sparsity.pruned": "ste(1,16)", "steps": STEPS[variant]["1,16"]}
-    found[rival("STE 1:16, more steps", "MdGf 1:16")] = longer
+    found[dense_baseline("STE 1:16, more steps", "MdGf 1:16")] = longer
     for word, field in (("narrower", "model.hidden"), ("shorter", "steps")):
-        found[rival(f"{word} dense", "MdGf 1:16")] = {field: RIVALS[variant][field]}
+        found[dense_baseline(f"{word} dense", "MdGf 1:16")] = {field: BASELINES[variant][field]}
     return found
 
 
@@ -68,18 +82,18 @@ def _claims(variant: str) -> list[Claim]:
             strength = "ten times λ and " if "λ" in words else ""
             text = f"{mdgf} is better than a longer run of SR-STE {shown} with {strength}the same FLOPs{where}"
             about = methods.PGF if (pattern, words) == ("1,16", "more steps") else ""
-            found.append(better(mdgf, rival(f"SR-STE {shown}, {words}", mdgf), text, about))
+            found.append(better(mdgf, dense_baseline(f"SR-STE {shown}, {words}", mdgf), text, about))
         found.append(as_good(mdgf, text=f"{mdgf} is as good as dense{where}"))
     for first, of in ((EXPONENTIAL, "SR-STE"), ("MdGf 1:16", "STE")):
         subject = first.replace(", exponential", " with exponential fading")
         text = f"{subject} is better than a longer run of {of} 1:16 with the same FLOPs{where}"
-        found.append(better(first, rival(f"{of} 1:16, more steps", "MdGf 1:16"), text))
+        found.append(better(first, dense_baseline(f"{of} 1:16, more steps", "MdGf 1:16"), text))
     for word, network in (
         ("narrower", "a dense network with narrower feed-forward layers"),
         ("shorter", "a shorter dense run"),
     ):
         text = f"MdGf 1:16 is better than {network} at the same FLOPs{where}"
-        found.append(better("MdGf 1:16", rival(f"{word} dense", "MdGf 1:16"), text))
+        found.append(better("MdGf 1:16", dense_baseline(f"{word} dense", "MdGf 1:16"), text))
     return found
 
 

@@ -7,11 +7,11 @@ r"""Fine-tuning of a pretrained encoder, MiniLM, with n:m weights.
 
 It classifies the sentences of SST-2, whose files sst2_train and sst2_dev are in $NMJAX_DATA. All linear layers of the
 blocks are pruned, from the first step on or gradually (MdGf). A dense run that ends sooner has the same FLOPs as MdGf
-(30 %) + MVUE(dw) at 2:4. There is no narrower rival, because there is no narrower pretrained network.
+(30 %) + MVUE(dw) at 2:4. There is no narrower baseline, because there is no narrower pretrained network.
 """
 
 from configs import common
-from experiments.studies import WORSE, Design, Gate, arms, as_good, better, launched, one_of, rival
+from experiments.studies import WORSE, Design, SanityCheck, as_good, better, dense_baseline, groups, launched, one_of
 
 METHODS = {
     "STE": "ste({})",
@@ -21,8 +21,10 @@ METHODS = {
     "MdGf (30 %) + MVUE(dw)": "mdgf({0},linear(1,0,30%)); dw_g=mvue({0})",
 }
 RECIPE = "MdGf (30 %) + MVUE(dw) 2:4"
-SHORTER = rival("shorter dense", RECIPE)
-GATE = Gate("MiniLM, fine-tuned on SST-2", "sst2", "accuracy", "bag of words", worse=WORSE, margin=0.01, unit="nats")
+SHORTER = dense_baseline("shorter dense", RECIPE)
+CHECK = SanityCheck(
+    "MiniLM, fine-tuned on SST-2", "sst2", "accuracy", "bag of words", worse=WORSE, margin=0.01, unit="nats"
+)
 
 
 def design(variant: str = "") -> Design:
@@ -44,13 +46,13 @@ def design(variant: str = "") -> Design:
             text = f"{first} is better than STE at {shown} in fine-tuning"
             about = "S-STE" if (first, shown) == ("S-STE", "2:4") else ""
             claims.append(better(f"{first} {shown}", f"STE {shown}", text, about))
-        for arm in (f"{name} {shown}" for name in METHODS):
-            about = "configs/finetune_24.py" if arm == "STE 2:4" else ""
-            claims.append(as_good(arm, text=f"{arm} is as good as dense in fine-tuning", about=about))
+        for group in (f"{name} {shown}" for name in METHODS):
+            about = "configs/finetune_24.py" if group == "STE 2:4" else ""
+            claims.append(as_good(group, text=f"{group} is as good as dense in fine-tuning", about=about))
     given[SHORTER] = {"steps": round(0.7218 * c.steps)}
     text = f"{RECIPE} is better than a shorter dense run at the same FLOPs in fine-tuning"
     claims.append(better(RECIPE, SHORTER, text))
-    return Design(c, GATE, range(5), arms("sparsity.blocks", given), claims)
+    return Design(c, CHECK, range(5), groups("sparsity.blocks", given), claims)
 
 
 get_config, get_sweep = launched(design)

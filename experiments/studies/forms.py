@@ -3,7 +3,7 @@ r"""Forms of S-STE (arXiv 2409.09099) and of progressive gradient flow (arXiv 24
     python launch.py --config=experiments/studies/forms.py:vit_cpu --sweep \
         --results=experiments/results/forms_vit_cpu.jsonl
 
-S-STE scales its weights by β, which is measured once and then frozen. Other arms measure β at every step, use β = 1,
+S-STE scales its weights by β, which is measured once and then frozen. Other configs measure β at every step, use β = 1,
 round every operand to FP8, or use the two-draw MVUE, as published. MdGf lets dropped weights fade to 1:16, linearly or
 exponentially. With autodiff the gradient of a dropped weight fades too; with the straight-through gradient it does not.
 SdGf reaches 1:16 in stages, from looser to stricter patterns.
@@ -48,5 +48,5 @@ CLAIMS = [
     better(LINEAR, SR_STE, f"MdGf 1:16 in all layers {THAN}"),
 ]
 
-design = methods.on_vit(FORMS, WITH_MVUE, methods.NETWORKS["vit_cpu"].rivals[WITH_MVUE], CLAIMS)
+design = methods.on_vit(FORMS, WITH_MVUE, methods.NETWORKS["vit_cpu"].dense_baselines[WITH_MVUE], CLAIMS)
 get_config, get_sweep = launched(design)

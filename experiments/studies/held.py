@@ -17,12 +17,12 @@ FST = {"sparsity.blocks": "fst(lam=0,dense_from=83%)", "masked_decay": 6e-5}
 
 
 def name(kind: str, every: int) -> str:
-    """Return the name of an arm: the axes along which its masks are 2:4, and the number of steps that one is held."""
+    """Return the name of a config: the axes along which its masks are 2:4, and the number of steps that one is held."""
     return f"STE along {kind}, " + (f"mask held for {every} steps" if every > 1 else "new mask at every step")
 
 
 ONE, BOTH = name("one axis", 1), name("both axes", 1)
-ARMS = {
+GROUPS = {
     name(kind, every): f"y_w=ste(hold({mask},every={every}))" for kind, mask in MASKS.items() for every in EVERY
 }  # fmt: skip
 CLAIMS = [
@@ -40,5 +40,5 @@ CLAIMS += [
 ]
 
 SUBJECT = "Training with 2:4 masks along both axes is"
-design = methods.on_vit({**ARMS, "FST": FST}, BOTH, methods.Rival(0.6865, 52, 217), CLAIMS, SUBJECT)
+design = methods.on_vit({**GROUPS, "FST": FST}, BOTH, methods.DenseBaseline(0.6865, 52, 217), CLAIMS, SUBJECT)
 get_config, get_sweep = launched(design)

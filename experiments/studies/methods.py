@@ -1,12 +1,12 @@
-r"""Methods that prune weights, on networks that have to pass the gates of docs/evidence/method.md.
+r"""Methods that prune weights, on networks that have to pass the sanity checks of docs/evidence/method.md.
 
     python launch.py --config=experiments/studies/methods.py:vit_cpu --sweep \
         --results=experiments/results/methods_vit_cpu.jsonl
 
 The variants are vit_cpu and vit_gpu on images, and gpt_cpu and gpt_gpu on the bytes of books. Every layer of the blocks
-is pruned. The dense rivals are narrower, or end sooner; they have the same FLOPs as a method. The arm with a random
-1:16 mask has to be worse than dense. This shows that the study can detect harm. A random 2:4 mask shows what the choice
-of a mask is worth.
+is pruned. The dense baselines are narrower, or end sooner; they have the same FLOPs as a method. The config with a
+random 1:16 mask has to be worse than dense. This shows that the study can detect harm. A random 2:4 mask shows what the
+choice of a mask is worth.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ from experiments.studies import (
     Changes,
     Claim,
     Design,
-    Gate,
-    arms,
+    SanityCheck,
     as_good,
     better,
+    dense_baseline,
+    groups,
     launched,
     one_of,
-    rival,
 )  # fmt: skip
 
 RANDOM_MASK = "random 2:4 mask"
@@ -45,8 +45,8 @@ WHOLE = {  # methods of both networks
 }
 
 
-class Rival(NamedTuple):
-    """The dense rivals of a method, which have the same FLOPs: a narrower network and a shorter run.
+class DenseBaseline(NamedTuple):
+    """The dense baselines of a method, which have the same FLOPs: a narrower network and a shorter run.
 
     Attributes:
       share: The FLOPs of the method, as a share of dense.
@@ -63,16 +63,16 @@ class Network(NamedTuple):
     """One network of the study.
 
     Attributes:
-      gate: What the dense network has to reach.
+      check: What the dense network has to reach.
       seeds: The number of seeds.
       methods: The methods by name.
-      rivals: The rivals of some methods, by the name of the method.
+      dense_baselines: The baselines of some methods, by the name of the method.
     """
 
-    gate: Gate
+    check: SanityCheck
     seeds: int
     methods: dict[str, str]
-    rivals: dict[str, Rival]
+    dense_baselines: dict[str, DenseBaseline]
 
 
 MDGF_2_4, MDGF_1_16 = "MdGf (70 %)", "MdGf 1:16 (70 %)"
@@ -89,10 +89,10 @@ HALF = "dense, half as wide"  # shows what a difference is worth
 MVUE, RECIPE = "S-STE + MVUE(dw)", "MdGf (30 %) + MVUE(dw)"
 PGF = "PGF"
 NETWORKS = {
-    "vit_cpu": Network(FASHION, 10, VIT, {"STE": Rival(0.843, 60, 223), MVUE: Rival(0.686, 52, 217)}),
-    "vit_gpu": Network(CIFAR, 10, VIT, {"STE": Rival(0.843, 177, 693), MVUE: Rival(0.686, 159, 624)}),
-    "gpt_cpu": Network(BOOKS, 5, GPT, {RECIPE: Rival(0.8, 112, 451)}),
-    "gpt_gpu": Network(BOOKS, 5, GPT, {RECIPE: Rival(0.7401, 432, 1796)}),
+    "vit_cpu": Network(FASHION, 10, VIT, {"STE": DenseBaseline(0.843, 60, 223), MVUE: DenseBaseline(0.686, 52, 217)}),
+    "vit_gpu": Network(CIFAR, 10, VIT, {"STE": DenseBaseline(0.843, 177, 693), MVUE: DenseBaseline(0.686, 159, 624)}),
+    "gpt_cpu": Network(BOOKS, 5, GPT, {RECIPE: DenseBaseline(0.8, 112, 451)}),
+    "gpt_gpu": Network(BOOKS, 5, GPT, {RECIPE: DenseBaseline(0.7401, 432, 1796)}),
 }
 
 
@@ -101,14 +101,14 @@ def design(variant: str = "") -> Design:
     variant = one_of(variant, NETWORKS)
     network, config = NETWORKS[variant], _config(variant)
     given = {**network.methods}
-    for method, its_rival in network.rivals.items():
-        given |= rivals(config, method, its_rival)
+    for method, its_baseline in network.dense_baselines.items():
+        given |= dense_baselines(config, method, its_baseline)
     given[HALF] = {"model.width": config.model.width // 2, "model.hidden": config.model.hidden // 2}
-    return Design(config, network.gate, range(network.seeds), arms("sparsity.blocks", given), _claims(network))
+    return Design(config, network.check, range(network.seeds), groups("sparsity.blocks", given), _claims(network))
 
 
-def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, Changes]:
-    """Return the dense rivals of a method, by name: what each changes.
+def dense_baselines(config: ConfigDict, method: str, of: DenseBaseline) -> dict[str, Changes]:
+    """Return the dense baselines of a method, by name: what each changes.
 
     Args:
       config: The config of the study.
@@ -116,35 +116,35 @@ def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, Changes]:
       of: Their sizes.
     """
     return {
-        rival("narrower dense", method): {"model.width": of.width, "model.hidden": of.hidden},
-        rival("shorter dense", method): {"steps": round(of.share * config.steps)},
+        dense_baseline("narrower dense", method): {"model.width": of.width, "model.hidden": of.hidden},
+        dense_baseline("shorter dense", method): {"steps": round(of.share * config.steps)},
     }
 
 
 def on_vit(
-    given: Mapping[str, str | Changes], method: str, of: Rival, claims: list[Claim], subject: str = ""
+    given: Mapping[str, str | Changes], method: str, of: DenseBaseline, claims: list[Claim], subject: str = ""
 ) -> Callable[[str], Design]:  # fmt: skip
     """Return a study with five seeds of the ViT for two cores, which is its only variant, vit_cpu.
 
     Args:
-      given: Its arms, as in `arms`.
-      method: The name of the one with dense rivals.
+      given: Its configs, as in `groups`.
+      method: The name of the one with dense baselines.
       of: Their sizes.
-      claims: The claims, but those over the rivals.
-      subject: The subject of these, as in `over_rivals`.
+      claims: The claims, but those over the baselines.
+      subject: The subject of these, as in `over_baselines`.
     """
 
     def design(variant: str = "") -> Design:
         config = _config(one_of(variant, ("vit_cpu",)))
-        found = arms("sparsity.blocks", {**given, **rivals(config, method, of)})
-        return Design(config, FASHION, range(5), found, [*claims, *over_rivals(method, subject=subject)])
+        found = groups("sparsity.blocks", {**given, **dense_baselines(config, method, of)})
+        return Design(config, FASHION, range(5), found, [*claims, *over_baselines(method, subject=subject)])
 
     return design
 
 
 def _claims(network: Network) -> list[Claim]:
     """Return the claims on a network."""
-    of_text = network.gate is BOOKS
+    of_text = network.check is BOOKS
     gradual = (MDGF_1_16, "SR-STE 1:16", PGF) if of_text else (MDGF_2_4, "SR-STE", "")
     pairs = (("S-STE", "STE", "S-STE"), gradual, ("SR-STE", "STE", ""), ("S-STE", "SR-STE", ""))
     if of_text:
@@ -160,24 +160,24 @@ def _claims(network: Network) -> list[Claim]:
     for method in network.methods:
         text = f"A {method} is as good as dense" if method == RANDOM_MASK else ""
         found.append(as_good(method, text=text, about="configs/gpt_24.py" if of_text and method == MVUE else ""))
-    for method in network.rivals:
-        found += over_rivals(method)
+    for method in network.dense_baselines:
+        found += over_baselines(method)
     if of_text:
-        found += over_rivals(FADING, rivals_of=RECIPE)
+        found += over_baselines(FADING, baselines_of=RECIPE)
         slightly = "that has slightly more FLOPs"
-        found += over_rivals(MVUE, rivals_of=RECIPE, at=slightly, about="configs/gpt_24.py")
+        found += over_baselines(MVUE, baselines_of=RECIPE, at=slightly, about="configs/gpt_24.py")
     return [*found, better("dense", HALF, "The dense network is better than one of half the width")]
 
 
-def over_rivals(
-    method: str, *, rivals_of: str = "", at: str = "at the same FLOPs", about: str = "", subject: str = ""
+def over_baselines(
+    method: str, *, baselines_of: str = "", at: str = "at the same FLOPs", about: str = "", subject: str = ""
 ) -> list[Claim]:
-    """Return the claims that a method is better than its dense rivals.
+    """Return the claims that a method is better than its dense baselines.
 
     Args:
       method: The name of the method.
-      rivals_of: The name of the method that has the rivals; without it, this method.
-      at: Words on the FLOPs of the rivals.
+      baselines_of: The name of the method that has the baselines; without it, this method.
+      at: Words on the FLOPs of the baselines.
       about: What they are main claims about, if they are.
       subject: The subject of the sentences, with its verb; without it, the name of the method.
     """
@@ -185,7 +185,7 @@ def over_rivals(
     return [
         better(
             method,
-            rival(f"{word} dense", rivals_of or method),
+            dense_baseline(f"{word} dense", baselines_of or method),
             f"{subject or f'{method} is'} better than {network} {at}",
             about,
         )

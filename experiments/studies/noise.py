@@ -79,5 +79,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     pictures = {}
     for name in DRAWN:
         curves, alt = looking.curves(runs, name), f"{MEASURES[name]}, by step."
-        pictures[name.replace(" ", "_")] = cv.draw(f"noise-{name.replace(' ', '-')}", curves, alt=alt, log=True)
+        pictures[name.replace(" ", "_")] = cv.draw(
+            f"noise-{name.replace(' ', '-')}", curves, alt=alt, up=MEASURES[name], log=True, wide=True
+        )
     return "\n".join([markdown_table(table, narrow=True), "", note]), pictures

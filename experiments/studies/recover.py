@@ -4,21 +4,21 @@
     python -m experiments.studies recover
 
 It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
-current folder or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy stays at the
-share of the larger class, even with 1,000 steps and twice the learning rate, so it cannot tell methods apart. Every arm
-fine-tunes MiniLM with the same data, length and learning rate. These were not tuned on the test set. All linear layers
-of the blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the
-end, with hardened weights.
+current folder or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense config: its accuracy stays at the
+share of the larger class, even with 1,000 steps and twice the learning rate, so it cannot tell methods apart. Every
+config fine-tunes MiniLM with the same data, length and learning rate. These were not tuned on the test set. All linear
+layers of the blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once,
+at the end, with hardened weights.
 
 - *dense*: no pruning. *recipe*: mdgf with MVUE in dw. *shorter*: dense, with fewer steps, so that its FLOPs equal
   those of *recipe*.
-- One-shot: the model of the dense arm, pruned with 128 training texts. Texts of fewer than 8 tokens are left out.
+- One-shot: the model of the dense config, pruned with 128 training texts. Texts of fewer than 8 tokens are left out.
 - Fine-tuned: pruned during training, which starts from MiniLM, as for *recipe*. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
-- Recovered: the model of the dense arm, pruned by SparseGPT, then trained for half as many steps. It is
+- Recovered: the model of the dense config, pruned by SparseGPT, then trained for half as many steps. It is
   compared with *dense, dense*: the same steps without pruning.
-- With a teacher: half of the loss compares the logits with those of the dense arm of the same seed. At 2:4 all methods
-  have one. The differences were small, so at 1:4 and 4:8 only *ste* and *recipe* have one.
+- With a teacher: half of the loss compares the logits with those of the dense config of the same seed. At 2:4 all
+  methods have one. The differences were small, so at 1:4 and 4:8 only *ste* and *recipe* have one.
 """
 
 import functools
@@ -271,12 +271,12 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         rows = [line for line in lines if line["case"]["task"] == task and line["outcome"] == "finished"]
         if rows:
             tables += [_table(task, rows), ""]
-    scale = "FLOPs are shares of those of the dense arm, which has no pattern and no teacher."
+    scale = "FLOPs are shares of those of the dense config, which has no pattern and no teacher."
     return "\n".join([*tables, scale, PLUS_MINUS]), {}
 
 
 def _table(task: str, lines: list[dict]) -> str:
-    """Return a row for each arm, with a column for each pattern, and one for a teacher where there are results."""
+    """Return a row for each config, with a column for each pattern, and one for a teacher where there are results."""
     found: dict[tuple, list[float]] = {}
     flops: dict[tuple, float] = {}
     for line in lines:

@@ -3,14 +3,25 @@ r"""Pruned gradients in a residual network: SDGP (arXiv 2202.00774) and MVUE (ar
     python launch.py --config=experiments/studies/residual.py:cpu --sweep \
         --results=experiments/results/residual_cpu.jsonl
 
-SDGP keeps the largest gradients in dx, and rescales them. MVUE prunes the gradients in dw without bias. Other arms
+SDGP keeps the largest gradients in dx, and rescales them. MVUE prunes the gradients in dw without bias. Other configs
 prune gradients in dx without rescaling, at random or without bias, or keep the largest gradients in dw. Each dense
-rival costs as many FLOPs as SDGP 1:4, and as MVUE(dw) 1:4. The variants are cpu, a network of three blocks whose stem
-halves the height and the width of the images, and gpu, a ResNet-18. Both are trained on CIFAR-10 for ten epochs.
+baseline costs as many FLOPs as SDGP 1:4, and as MVUE(dw) 1:4. The variants are cpu, a network of three blocks whose
+stem halves the height and the width of the images, and gpu, a ResNet-18. Both are trained on CIFAR-10 for ten epochs.
 """
 
 from configs import common
-from experiments.studies import CIFAR, INTERVALS, Design, arms, as_good, better, launched, methods, one_of, rival
+from experiments.studies import (
+    CIFAR,
+    INTERVALS,
+    Design,
+    as_good,
+    better,
+    dense_baseline,
+    groups,
+    launched,
+    methods,
+    one_of,
+)
 
 METHODS = {
     "SDGP 2:4": "sdgp(2,4)",
@@ -25,9 +36,9 @@ METHODS = {
     "largest 2:4 in dw": "top_gradient(2,4)",
     "largest 1:8 in dw": "top_gradient(1,8)",
 }
-PRUNED = ("SDGP 1:4", "MVUE(dw) 1:4")  # both cost what the rivals cost
-NARROWER, SHORTER = rival("narrower dense", PRUNED[1]), rival("shorter dense", PRUNED[1])
-RIVALS = {  # a width is a whole number, so the steps of the narrower network differ a little
+PRUNED = ("SDGP 1:4", "MVUE(dw) 1:4")  # both cost what the baselines cost
+NARROWER, SHORTER = dense_baseline("narrower dense", PRUNED[1]), dense_baseline("shorter dense", PRUNED[1])
+BASELINES = {  # a width is a whole number, so the steps of the narrower network differ a little
     "cpu": {NARROWER: {"model.width": 28, "steps": 3456}, SHORTER: {"steps": 2651}},
     "gpu": {NARROWER: {"model.width": 55, "steps": 894}, SHORTER: {"steps": 660}},
 }
@@ -46,12 +57,12 @@ CLAIMS += [
         ("MVUE(dw) 1:8", "largest 1:8 in dw", "keeping the largest 1:8 values of g in dw", ""),
     )
 ]
-CLAIMS += [claim for arm in PRUNED for claim in methods.over_rivals(arm, rivals_of=PRUNED[1])]
+CLAIMS += [claim for group in PRUNED for claim in methods.over_baselines(group, baselines_of=PRUNED[1])]
 
 
 def design(variant: str = "") -> Design:
     """Return the study in a variant."""
-    variant = one_of(variant, RIVALS)
+    variant = one_of(variant, BASELINES)
     c = common.resnet("cifar10")
     c.unlock()
     c.model = dict(name="resnet", size="18", stem="cifar", width=64)
@@ -63,8 +74,8 @@ def design(variant: str = "") -> Design:
     c.lock()
     c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
     c.sparsity = dict(stages="dense")
-    gate = CIFAR._replace(network="ResNet, CIFAR-10 (a JPEG copy)")
-    return Design(c, gate, range(5), arms("sparsity.stages", {**METHODS, **RIVALS[variant]}), CLAIMS)
+    check = CIFAR._replace(network="ResNet, CIFAR-10 (a JPEG copy)")
+    return Design(c, check, range(5), groups("sparsity.stages", {**METHODS, **BASELINES[variant]}), CLAIMS)
 
 
 get_config, get_sweep = launched(design)

@@ -1,10 +1,10 @@
-"""The time of a step of every arm of a study. All arms are timed in turn.
+"""The time of a step of every config of a study. All configs are timed in turn.
 
     python -m experiments.studies times
 
 The runs of a study are made at different times, on a machine that may do other work, so their times cannot be
-compared. Here all arms of a study take steps in turn in one process. The steps are at five places of the run, because
-methods have phases. Let the machine do nothing else.
+compared. Here all configs of a study take steps in turn in one process. The steps are at five places of the run,
+because methods have phases. Let the machine do nothing else.
 """
 
 import time
@@ -27,15 +27,16 @@ CASES = [{"study": name} for name in STUDIES]
 
 
 def config(study: str) -> ConfigDict:
-    """Return what the times of a study depend on: its config and its arms."""
+    """Return what the times of a study depend on: its config and what it changes."""
     design = _design(study)
-    return ConfigDict({"base": design.config.to_dict(), "arms": str(design.arms)})
+    recorded = "arms"  # the name when the times were measured: it is part of their digests
+    return ConfigDict({"base": design.config.to_dict(), recorded: str(design.groups)})
 
 
 def run(study: str) -> tuple[dict[str, list], list[str]]:
-    """Return the seconds of a step of each arm of a study, round by round, and the notes on its data."""
+    """Return the seconds of a step of each config of a study, round by round, and the notes on its data."""
     design = _design(study)
-    return measured(design.config, design.arms), []
+    return measured(design.config, design.groups), []
 
 
 def _design(study: str) -> Design:
@@ -43,23 +44,23 @@ def _design(study: str) -> Design:
     return module.design(variant)
 
 
-def measured(base: ConfigDict, arms: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the mean seconds of a step of each arm, round by round.
+def measured(base: ConfigDict, groups: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the mean seconds of a step of each config, round by round.
 
     Args:
       base: The config of the study.
-      arms: What each arm changes, by its name.
+      groups: What each config changes, by its name.
     """
     known = {}
-    for name, changes in arms.items():
+    for name, changes in groups.items():
         (member,) = members.listed(base, [changes | {"seed": 0}])
-        known[name] = _Arm(member.config)
-    rounds = [{name: arm.take(number) for name, arm in known.items()} for number in range(ROUNDS)]
+        known[name] = _Timed(member.config)
+    rounds = [{name: group.take(number) for name, group in known.items()} for number in range(ROUNDS)]
     return {name: [float(f"{each[name]:.5g}") for each in rounds] for name in known}
 
 
-class _Arm:
-    """An arm that takes steps.
+class _Timed:
+    """A config that takes steps.
 
     Args:
       config: Its config.
@@ -94,7 +95,7 @@ def shares(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     The first round does not count, because a step may be compiled in it.
 
     Args:
-      seconds: What `measured` returns. One of the arms is dense.
+      seconds: What `measured` returns. One of the configs is dense.
 
     >>> shares({"dense": [9.0, 1.0, 2.0, 4.0], "STE": [8.0, 1.5, 2.0, 2.0]})
     {'dense': 1.0, 'STE': 1.0}

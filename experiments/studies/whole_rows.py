@@ -20,7 +20,7 @@ METHODS = {
     "rows by x 1:4": "dw_x=rows(mvue(1,4))",
     "rows by both 1:4": "dw_g=rows(mvue(1,4),by='both')",
 }
-RIVAL, BOTH = "rows by g 1:4", "rows by both 1:4"  # the dense rivals have the FLOPs of the first
+BASELINE, BOTH = "rows by g 1:4", "rows by both 1:4"  # the dense baselines have the FLOPs of the first
 CLAIMS = []
 for pattern in ("2:4", "1:4"):
     for by in ("g", "x"):
@@ -29,10 +29,10 @@ for pattern in ("2:4", "1:4"):
         CLAIMS.append(as_good(rows, values, f"{text} single values at the same FLOPs"))
         CLAIMS.append(as_good(rows, text=f"{text} dense"))
 text = "Whole rows in dw (1:4) that are chosen by g and x are better than those chosen by g"
-CLAIMS.append(better(BOTH, RIVAL, text))
+CLAIMS.append(better(BOTH, BASELINE, text))
 text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
 CLAIMS.append(as_good(BOTH, "MVUE(dw) 1:4, single values", text))
 
 SUBJECT = "Training with whole rows in dw (1:4, chosen by g) is"
-design = methods.on_vit(METHODS, RIVAL, methods.Rival(0.7645, 56, 221), CLAIMS, SUBJECT)
+design = methods.on_vit(METHODS, BASELINE, methods.DenseBaseline(0.7645, 56, 221), CLAIMS, SUBJECT)
 get_config, get_sweep = launched(design)

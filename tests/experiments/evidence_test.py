@@ -1,4 +1,4 @@
-"""Claims of studies: the verdicts that their results give, their gates and rivals, and bad results."""
+"""Claims of studies: the verdicts that their results give, their sanity checks and baselines, and bad results."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from flax import nnx
 from scipy import stats
 
 import nmjax as nm
-from experiments import claims, config_files, members, recorded, reproduce
+from experiments import claims, config_files, evidence, members, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import effects
 from experiments.studies import ABOUT, BOOKS, STUDIES, __main__ as looks, times
@@ -23,9 +23,9 @@ FLOOR = "random 1:16 mask"
 DW = "MdGf (30 %) + MVUE(dw)"
 
 
-def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
+def line(group, seed, loss, accuracy=0.88, name=NAME, **more):
     study = recorded.study(name)
-    changes = study.design.arms[arm] | {"seed": seed}
+    changes = study.design.groups[group] | {"seed": seed}
     (member,) = members.listed(config_files.load(study.config_file), [changes])
     return {
         "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
@@ -43,8 +43,8 @@ def written(folder, lines, name=NAME):
     return folder
 
 
-def runs(arm, losses, **more):
-    return [line(arm, 10 + n, loss, **more) for n, loss in enumerate(losses)]
+def runs(group, losses, **more):
+    return [line(group, 10 + n, loss, **more) for n, loss in enumerate(losses)]
 
 
 DENSE = [0.330, 0.331, 0.329, 0.332]
@@ -91,7 +91,7 @@ def test_the_tables_say_what_was_measured(tmp_path):
     )  # a column without values is left out
     assert "| 0.75 | 1.00 | 3 of 4 | seeds missing: 13 |" in rows[DW]
     assert "| 0 of 4 | seeds missing" in rows[f"narrower dense, FLOPs of “{DW}”"]
-    assert f"The study passes its gate: “{FLOOR}” minus dense is +0.0995 [+0.0" in text
+    assert f"The study passes its sanity check: “{FLOOR}” minus dense is +0.0995 [+0.0" in text
     assert "The margin is 0.01 nats, or 0.5 points." in text
     shown = f"| {DW} is as good as dense | not finished: 1 of 8 runs are missing | +0.0100 [+0.0100, +0.0100] |"
     assert rows[f"{DW} is as good as dense"].startswith(shown)
@@ -109,16 +109,16 @@ def test_times_are_those_of_steps_in_turn(tmp_path):
     times_of |= {"config": digest.identity(times.config(NAME)).digest, "command": looks.command("times"), "notes": []}
     times_of |= {"began": "", "ended": "", "versions": {}}
     results = written(tmp_path, [*GOOD, *runs(DW, DENSE), *runs(shorter, DENSE)])
-    assert {str(arm.time) for arm in claims.judged(NAME, results).arms.values()} == {"nan"}
+    assert {str(group.time) for group in claims.judged(NAME, results).groups.values()} == {"nan"}
     assert "The times of this study have not been measured. Measure them with: " in reproduce.block(NAME, results)[0]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of) + "\n")
-    arms = claims.judged(NAME, results).arms
-    assert (arms["dense"].time, arms[DW].time) == (1.0, 1.5)
-    assert arms[shorter].time == pytest.approx(4401 / 6000)
+    groups = claims.judged(NAME, results).groups
+    assert (groups["dense"].time, groups[DW].time) == (1.0, 1.5)
+    assert groups[shorter].time == pytest.approx(4401 / 6000)
     assert f"{NAME}_time" in reproduce.block(NAME, results)[1]
     shutil.copy(results / "times_cpu.jsonl", results / "times_gpu.jsonl")  # a GPU may time a study of a CPU
     (results / "times_cpu.jsonl").unlink()
-    assert claims.judged(NAME, results).arms[DW].time == 1.5
+    assert claims.judged(NAME, results).groups[DW].time == 1.5
     assert not [path for path in reproduce.unplaced("", results) if "times" in path.name]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of | {"config": "0123456789ab"}) + "\n")
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_claims_whose_runs_are_missing_count_too(tmp_path):
     assert {len(judgement.differences) for judgement in others} == {0}
     values = {"dense": dict(enumerate(DENSE)), DW: dict(enumerate([0.331, 0.3325, 0.3302, 0.3333]))}
     alone = effects.effects(
-        {arm: {s: -v for s, v in of.items()} for arm, of in values.items()}, [(DW, "dense")], [-0.01]
+        {group: {s: -v for s, v in of.items()} for group, of in values.items()}, [(DW, "dense")], [-0.01]
     )
     assert first.differences["loss"].p == pytest.approx(min(11 * alone[0].p, 1))
 
@@ -159,58 +159,93 @@ def test_the_making_of_runs_is_told(tmp_path):
     assert "Runs with uncommitted code: 1." in text
 
 
+SHORT = "MdGf 2:4 (30 %) + MVUE(dw)"
+
+
 def test_the_main_claims_say_what_they_are_about(tmp_path):
     text, pictures = reproduce.block("claims", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
-    begins = f"| configs/vit_24.py | ViT, Fashion-MNIST | {DW} is as good as dense | holds |"
-    (row,) = (row for row in text.splitlines() if row.startswith(begins))
-    assert row.endswith("|  | 4 | passed |")
-    assert "MVUE(dw, dx) is as good as MdGf" not in text
+    lines = [row for row in text.splitlines() if row.startswith("| ")]
+    assert lines[2] == f"| configs/vit_24.py | {SHORT} vs dense | ViT | +0.000 [+0.000, +0.000] | 4 | matches |"
+    assert lines[3].startswith(f"|  | {SHORT} vs narrower dense | ViT |  | 0 of 4 | not finished: 4 of 8")
+    assert "MVUE(dw, dx) vs MdGf" not in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text
     assert not pictures
 
 
+@pytest.mark.parametrize(
+    ("kind", "verdict", "word"),
+    [
+        ("as good as", effects.HOLDS, "matches"),
+        ("as good as", effects.SLIGHTLY, "matches, slightly worse"),
+        ("as good as", effects.WORSE, "worse"),
+        ("better than", effects.HOLDS, "better"),
+        ("better than", effects.SMALL, "slightly better"),
+        ("better than", effects.NO_DIFFERENCE, "no difference"),
+        ("better than", effects.SLIGHTLY_WORSE, "worse by less than the margin"),
+        ("better than", effects.OPEN, "undecided"),
+    ],
+)
+def test_a_line_has_its_verdict_in_a_word(kind, verdict, word, tmp_path):
+    one = claims.judged(NAME, written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
+    first = one.judgements[0]._replace(verdict=verdict, verdicts={"loss": verdict})
+    first = first._replace(claim=first.claim._replace(kind=kind))
+    assert evidence.line(first, one)[-1] == word
+    other = first._replace(verdicts={"loss": verdict, "accuracy": effects.OPEN})
+    assert evidence.line(other, one)[-1] == word + (" †" if verdict != effects.OPEN else "")
+
+
 def counted(results):
-    """Return the cells of the table of counts by network: dense, a simple method, and three counts."""
-    table = reproduce.block("counts", results)[0].splitlines()
-    return {cells[0]: tuple(cells[1:]) for cells in (row.strip("| ").split(" | ") for row in table[2:])}
+    """Return the table of counts by network: by the beginning of a row's title its cell."""
+    head, _, *rows = [row.strip("| ").split(" | ") for row in reproduce.block("counts", results)[0].splitlines()]
+    keys = ("data", "dense", "2:4", "random", "sparser", "others", "narrower", "shorter")
+    assert len(rows) == len(keys)
+    return {network: {key: row[n + 1] for key, row in zip(keys, rows, strict=True)} for n, network in enumerate(head)}
 
 
 def of_study(name, **losses):
-    """Return lines of the arms of a study, with these losses by seed. Its random arm is much worse."""
+    """Return lines of the configs of a study, with these losses by seed. Its random config is much worse."""
     losses = {"dense": DENSE, FLOOR: np.add(DENSE, 0.1).tolist()} | losses
     first = 10 if name == NAME else 0
-    return [line(arm, first + seed, loss, name=name) for arm, of in losses.items() for seed, loss in enumerate(of)]
+    return [line(group, first + seed, loss, name=name) for group, of in losses.items() for seed, loss in enumerate(of)]
 
 
 NARROWER, SHORTER = (f"{word} dense, FLOPs of “{DW}”" for word in ("narrower", "shorter"))
 UP, TEN = (lambda more, of=DENSE: np.add(of, more).tolist()), np.resize(DENSE, 10).tolist()
 FIVE, VIT = TEN[:5], "ViT, Fashion-MNIST"
+MATCH, NONE = {"2:4": "1 of 1"}, {"2:4": "0 of 1"}
 
 
 @pytest.mark.parametrize(
     ("studies", "counts"),
     [
-        ({NAME: {DW: DENSE}}, {VIT: ("1 of 1", "not compared", "not compared")}),
-        ({NAME: {DW: UP(0.07)}}, {VIT: ("0 of 1 (1 worse)", "not compared", "not compared")}),
+        ({NAME: {DW: DENSE}}, {"ViT": MATCH}),
+        ({NAME: {DW: UP(0.07)}}, {"ViT": NONE}),
         (  # better than the shorter run; the narrower network is as good
             {NAME: {DW: DENSE, NARROWER: UP([0.001, -0.001, 0, 0]), SHORTER: UP([0.05, 0.051, 0.049, 0.05])}},
-            {VIT: ("1 of 1", "0 of 1 (1 no difference that matters)", "1 of 1")},
+            {"ViT": MATCH | {"narrower": "0 of 1", "shorter": "1 of 1"}},
         ),
         (  # each network by itself
             {
                 NAME: {DW: DENSE},
                 "finetuning_sst2_cpu": {"dense": FIVE, "STE 2:4": UP(0.05, FIVE), FLOOR: UP(0.5, FIVE)},
             },
-            {VIT: ("1 of 1", "not compared", "not compared")}
-            | {"MiniLM, fine-tuned on SST-2": ("0 of 1 (1 worse)", "not compared", "not compared")},
+            {"ViT": MATCH, "MiniLM": NONE},
         ),
         (  # worse with four seeds, as good with ten: a method of two studies counts once, with the most seeds
             {NAME: {DW: UP(0.07)}, "methods_vit_cpu": {"dense": TEN, DW: TEN, FLOOR: UP(0.1, TEN)}},
-            {VIT: ("1 of 1", "not compared", "not compared")},
+            {"ViT": MATCH},
         ),
-        (  # another method counts beside it
+        (  # another method counts beside it, by what it prunes
             {NAME: {DW: DENSE}, "equal_flops_cpu": {"dense": TEN, "MdGf 1:16": TEN, FLOOR: UP(0.1, TEN)}},
-            {VIT: ("2 of 2", "not compared", "not compared")},
+            {"ViT": MATCH | {"sparser": "1 of 1"}},
+        ),
+        (
+            {"residual_cpu": {"dense": FIVE, "SDGP 2:4": UP(0.07, FIVE), FLOOR: UP(0.1, FIVE)}},
+            {"ResNet": {"others": "0 of 1"}},
+        ),
+        (  # a random mask does not count, and has a line of its own
+            {"methods_vit_cpu": {"dense": TEN, "random 2:4 mask": TEN, FLOOR: UP(0.1, TEN)}},
+            {"ViT": {"random": "matches"}},
         ),
     ],
 )
@@ -218,31 +253,35 @@ def test_sparse_methods_are_counted_beside_what_the_networks_reach(studies, coun
     for name, losses in studies.items():
         written(tmp_path, of_study(name, **losses), name)
     found = counted(tmp_path)
-    assert {network: cells[2:] for network, cells in found.items()} == counts
-    assert found[VIT][:2] == ("88.0 %", "k nearest neighbours 85.5 %")
-    if len(studies) == 1:
-        said = f"**{VIT}**, one study, run on a CPU. It passes its gate. The margin is 0.01 nats."
+    empty = dict.fromkeys(("2:4", "random", "sparser", "others", "narrower", "shorter"), "–")
+    shown = {network: {key: of[key] for key in empty} for network, of in found.items()}
+    assert shown == {network: empty | of for network, of in counts.items()}
+    if "ViT" in counts:
+        assert (found["ViT"]["data"], found["ViT"]["dense"]) == ("Fashion-MNIST", "88.0 %")
+    if [*studies] == [NAME]:
+        said = f"**{VIT}**, one study, run on a CPU. It passes its sanity check. The margin is 0.01 nats."
         assert said in reproduce.block("networks", tmp_path)[0]
 
 
 def test_a_study_that_does_not_pass_is_named(tmp_path):
     results = written(tmp_path, [*runs("dense", DENSE, accuracy=0.8), *runs(FLOOR, [0.43, 0.44, 0.42, 0.43])])
     other = "methods_vit_cpu"
-    written(results, [line(arm, seed, loss, name=other) for arm, losses in (("dense", DENSE), (FLOOR, [0.5, 0.51]))
+    written(results, [line(group, seed, loss, name=other) for group, losses in (("dense", DENSE), (FLOOR, [0.5, 0.51]))
                       for seed, loss in enumerate(losses)], other)  # fmt: skip
     text = reproduce.block("networks", results)[0]
     assert f"2 studies, run on a CPU. `{NAME}` does not pass: " in text
-    assert "pass their gate" not in text
-    dense, _, *counts = counted(results)["ViT, Fashion-MNIST"]
-    assert (dense, {*counts}) == ("80.0 % to 88.0 %", {"not compared"})  # no claim of these studies counts
+    assert "pass their sanity check" not in text
+    found = counted(results)["ViT"]
+    counts = {found[key] for key in ("2:4", "sparser", "others", "narrower", "shorter")}
+    assert (found["dense"], counts) == ("80.0 % to 88.0 %", {"–"})  # no claim of these studies counts
 
 
 @pytest.mark.parametrize("lines", [runs(FLOOR, DENSE), [*runs("dense", DENSE), *runs(FLOOR, DENSE[:1])]])
-def test_a_study_whose_gate_has_no_runs_yet_is_not_judged(lines, tmp_path):
+def test_a_study_whose_sanity_check_has_no_runs_yet_is_not_judged(lines, tmp_path):
     results = written(tmp_path, [*lines, *runs(DW, DENSE)])
-    arms = len(claims.judged(NAME, results).arms)
-    assert arms > 3
-    done = f"{len(lines) + len(DENSE)} of {4 * arms} runs"
+    groups = len(claims.judged(NAME, results).groups)
+    assert groups > 3
+    done = f"{len(lines) + len(DENSE)} of {4 * groups} runs"
     text, pictures = reproduce.block(NAME, results)
     assert f"Not finished: {done} are done. The study is judged when dense and “{FLOOR}” have two runs each." in text
     assert not pictures
@@ -272,18 +311,18 @@ DIVERGED = "diverged: the loss is nan at step 3"
         ),
     ],
 )
-def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
+def test_a_sanity_check_that_is_not_passed_is_told(lines, why, tmp_path):
     results = written(tmp_path, [*lines, *runs(DW, DENSE)])
     assert claims.judged(NAME, results).failed == why
-    assert f"The study does not pass its gate: {why}." in reproduce.block(NAME, results)[0]
+    assert f"The study does not pass its sanity check: {why}." in reproduce.block(NAME, results)[0]
     screen = reproduce.block("claims", results)[0]
     assert not any(judgement.verdicts for judgement in claims.judged(NAME, results).judgements)
-    assert screen.count("| does not count |") == screen.count("| not passed |") == 3
+    assert screen.count("| does not count |") == 3
     assert f"`{NAME}` does not pass: {why}. The margin is 0.01 nats." in reproduce.block("networks", results)[0]
     assert "nan" not in screen.replace("loss is nan", "")
 
 
-def test_flips_are_drawn_for_arms_whose_masks_change(tmp_path):
+def test_flips_are_drawn_for_configs_whose_masks_change(tmp_path):
     curves = lambda *rates: {"curves": {"eval": {}, "sparsity": {"step": [0, 10], "flip_rate": [*rates]}}}
     sparse = runs(DW, [0.331, 0.332], **curves(0.001, 0.02))
     held = runs(FLOOR, [0.43, 0.44], **curves(0.0, 0.1))  # at a step at which it gets a new mask
@@ -293,17 +332,17 @@ def test_flips_are_drawn_for_arms_whose_masks_change(tmp_path):
     drawn = pictures[f"{NAME}_flips"]
     assert DW in drawn
     assert FLOOR not in drawn
-    assert "2%" in drawn.replace(" ", "").replace(".00", "")
+    assert ">2.0 %<" in drawn
     assert f"{NAME}_flips" not in reproduce.block(NAME, written(tmp_path, GOOD))[1]
 
 
-def test_arms_without_a_hardened_network_are_named(tmp_path):
+def test_configs_without_a_hardened_network_are_named(tmp_path):
     """Their weights are drawn at random, and the loss is that in training."""
     drawn = [line(DW, 10 + n, 0.0, figures={"accuracy": 0.88, "loss": 0.35 + 0.001 * n}) for n in range(4)]
     results = written(tmp_path, [*GOOD, *drawn])
-    assert claims.judged(NAME, results).arms[DW].losses[11] == 0.351
-    assert f"Arms without a hardened network: {DW}. They draw" in reproduce.block(NAME, results)[0]
-    assert "Arms without a hardened network" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
+    assert claims.judged(NAME, results).groups[DW].losses[11] == 0.351
+    assert f"Configs without a hardened network: {DW}. They draw" in reproduce.block(NAME, results)[0]
+    assert "Configs without a hardened network" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
 def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
@@ -324,8 +363,7 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     assert first.differences["validation loss"].difference == pytest.approx(np.mean(better) + 0.05 - np.mean(DENSE))
     row = next(row for row in reproduce.block(NAME, results)[0].splitlines() if "as good as dense | holds" in row)
     assert "| does not hold: worse, +0.0501 [+0.0" in row
-    screen = reproduce.block("claims", results)[0]
-    assert "| does not hold: worse (accuracy); does not hold: worse (validation loss) | 4 | passed |" in screen
+    assert "| 4 | matches † |" in reproduce.block("claims", results)[0]
     said = "1 verdicts by the test loss. By the validation loss 1 of them are different. By the accuracy 1 of 1"
     assert said in reproduce.block("networks", results)[0]
 
@@ -366,7 +404,7 @@ REFUSED = {  # lines after good ones, or a text: made when the seeds of the stud
         "“MdGf .*” with seed 10 has no validation_loss, but other runs of it have one",
     ),
     "another seed": (lambda: line("dense", 3, 0.3), "jsonl: the run .* is not in the study. Delete its line"),
-    "another arm": (elsewhere, "jsonl: the run .* is not in the study. Delete its line"),
+    "another method": (elsewhere, "jsonl: the run .* is not in the study. Delete its line"),
     "another command": (
         lambda: line("dense", 10, 0.3, command="python launch.py --config=a.py --sweep"),
         "line 9 was made by another command",
@@ -437,8 +475,8 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded.study(NAME).module, "SEEDS", range(10, 18))
     draw = np.random.default_rng(0)
     quiet = lambda: (0.33 + 0.001 * draw.standard_normal(8)).tolist()
-    arms = [DW, f"narrower dense, FLOPs of “{DW}”", f"shorter dense, FLOPs of “{DW}”"]
-    lines = [each for arm in ("dense", *arms[1:]) for each in runs(arm, quiet())]
+    groups = [DW, f"narrower dense, FLOPs of “{DW}”", f"shorter dense, FLOPs of “{DW}”"]
+    lines = [each for group in ("dense", *groups[1:]) for each in runs(group, quiet())]
     lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist()) + runs(FLOOR, [0.5] * 8)
     text, _ = reproduce.block(NAME, written(tmp_path, lines))
     assert re.search(rf"scatter much more than those of others, by the test loss.*: {re.escape(DW)}\.", text)
@@ -453,20 +491,20 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", STUDIES)
 def test_claims_are_about_arms_of_the_study(name):
     module, variant = recorded.study(name)[:2]
-    _, gate, seeds, arms, said = module.design(variant)
-    assert len({str(changes) for changes in arms.values()}) == len(arms)
-    assert {arm for claim in said for arm in (claim.first, claim.second)} <= {*arms}
-    assert gate.worse in arms
-    assert len(module.get_sweep(variant)) == len(arms) * len(seeds)
+    _, check, seeds, groups, said = module.design(variant)
+    assert len({str(changes) for changes in groups.values()}) == len(groups)
+    assert {group for claim in said for group in (claim.first, claim.second)} <= {*groups}
+    assert check.worse in groups
+    assert len(module.get_sweep(variant)) == len(groups) * len(seeds)
 
 
 def test_the_main_claims_follow_their_rule():
-    """A config file's method meets dense training and its rivals. A paper's method meets one other, once a network."""
+    """A config file's method meets dense training and its baselines; a paper's meets one other, once a network."""
     found = {}
     for one in map(recorded.study, STUDIES):
         for claim in one.design.claims:
             if claim.about:
-                found.setdefault((claim.about, one.design.gate.network), []).append((one.module, claim))
+                found.setdefault((claim.about, one.design.check.network), []).append((one.module, claim))
     assert {about for about, _ in found} == {*ABOUT}
     for (about, network), claims_of in found.items():
         seconds = {claim.second.partition(",")[0] for _, claim in claims_of}
@@ -483,7 +521,7 @@ def test_a_main_claim_about_a_config_is_about_its_method(about):
     for one in map(recorded.study, STUDIES):
         for claim in one.design.claims:
             if claim.about == about:
-                method = claims.recipe_of(one, one.design.arms[claim.first])
+                method = claims.recipe_of(one, one.design.groups[claim.first])
                 assert method == settings.recipe(config, 1000)
 
 
@@ -492,17 +530,17 @@ ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*STUDIES, *ON_GPUS])
-def test_rivals_have_as_many_flops(name):
+def test_baselines_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
-    base, arms = config_files.load(study.config_file), study.design.arms
-    config = lambda arm: members.listed(base, [arms[arm] | {"seed": 0}])[0].config
+    base, groups = config_files.load(study.config_file), study.design.groups
+    config = lambda group: members.listed(base, [groups[group] | {"seed": 0}])[0].config
     found = 0
-    for rival in arms:
-        kind, _, method = rival.removesuffix("”").partition(", FLOPs of “")
+    for dense_baseline in groups:
+        kind, _, method = dense_baseline.removesuffix("”").partition(", FLOPs of “")
         if method:
             found += 1
-            assert flops(config(rival)) == pytest.approx(flops(config(method)), rel=0.01), (kind, method)
+            assert flops(config(dense_baseline)) == pytest.approx(flops(config(method)), rel=0.01), (kind, method)
     assert found >= (1 if base.experiment == "finetune" else 2)
 
 

@@ -14,7 +14,7 @@ CONFIG_FILE = '''
 """A study of a few steps on digits."""
 
 from configs import common
-from experiments.studies import Claim, Design, Gate, launched
+from experiments.studies import Claim, Design, SanityCheck, launched
 
 
 def design(variant=""):
@@ -24,10 +24,10 @@ def design(variant=""):
     c.rules, c.sparsity = ((r".*mlp.*", "blocks"), (r".*", "dense")), dict(blocks="dense")
     c.lock()
     narrow = {"model.width": 48, "model.hidden": 192}
-    arms = {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}, "dense, narrower": narrow}
+    groups = {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}, "dense, narrower": narrow}
     claims = [Claim("STE is as good as dense", "STE", "as good as", "dense")]
-    gate = Gate("ViT, digits", "fashion_mnist", "accuracy", 0.0, worse="dense, narrower", margin=1e-9, unit="nats")
-    return Design(c, gate, [0, 1, 2], arms, claims)
+    check = SanityCheck("ViT, digits", "fashion_mnist", "accuracy", 0.0, "dense, narrower", 1e-9, unit="nats")
+    return Design(c, check, [0, 1, 2], groups, claims)
 
 
 get_config, get_sweep = launched(design)
@@ -64,13 +64,13 @@ def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
     assert frontier.main([*words, "--seeds=2"]) == 0
     said = capsys.readouterr().out
     assert "2 runs, about" in said
-    assert "The study does not pass its gate: “dense, narrower” is not worse" in said
-    assert "better than “dense, narrower”" not in said  # the arm that has to be worse
+    assert "The study does not pass its sanity check: “dense, narrower” is not worse" in said
+    assert "better than “dense, narrower”" not in said  # the config that has to be worse
     assert "| your method is as good as dense | " in said
     assert "| your method is better than “STE” | " in said
     assert "Each try scores the test data." in said
-    arms = (workdir / "frontier.md").read_text()
-    assert arms.count("| 2 of 2 |") == 4  # also of the arms that have three runs
+    groups = (workdir / "frontier.md").read_text()
+    assert groups.count("| 2 of 2 |") == 4  # also of the configs that have three runs
     page = (workdir / "frontier.html").read_text()
     assert page.count("<figure><svg") == 2  # by FLOPs and memory; the times of this study were not measured
     assert page.count('<th scope="row">your method</th>') == 1

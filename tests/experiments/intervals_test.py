@@ -19,8 +19,8 @@ def test_every_interval_of_a_page_is_one_of_the_results():
     for name in STUDIES:
         if not (reproduce.RESULTS / f"{name}.jsonl").exists():
             continue
-        arms = claims.judged(name, reproduce.RESULTS).arms
-        losses = {arm: of.losses for arm, of in arms.items() if arm != WORSE and len(of.losses) > 1}
+        groups = claims.judged(name, reproduce.RESULTS).groups
+        losses = {group: of.losses for group, of in groups.items() if group != WORSE and len(of.losses) > 1}
         pairs = list(itertools.permutations(losses, 2))
         bounds = [effect.interval() for effect in effects.effects(losses, pairs)]
         known |= {tuple(f"{bound + 0.0:+.{digits}f}" for bound in each) for each in bounds for digits in (3, 4)}

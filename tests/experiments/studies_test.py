@@ -16,6 +16,7 @@ import nmjax as nm
 from experiments import recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import curves
+from experiments.report.words import signed
 from experiments.studies import __main__ as looks, descent, dw, looking, noise, times
 from experiments.training import digest
 from tests.experiments.runs import as_people_run_it as as_people_run_it
@@ -60,12 +61,10 @@ def test_a_block_shows_the_claims_that_it_asks_for(tmp_path):
     head, rule, row = (
         reproduce.page(page)[0].removeprefix(f"a {asks.format('good', 'FST.*', '')[:-12]}").split("\n")[:3]
     )
-    assert "| question | network | claim |" in head
-    address = re.search(r"\[ViT, Fashion-MNIST\]\(.*REPRODUCTION.md#masks-that-are-held\)", row)
+    assert "| question | compared | network |" in head
+    address = re.search(r"\[ViT\]\(.*REPRODUCTION.md#masks-that-are-held\)", row)
     assert address is not None
-    assert row.startswith(
-        f"| Is it good? | {address[0]} | FST, which is dense in its last sixth, is as good as dense |"
-    )
+    assert row.startswith(f"| Is it good? | FST 2:4 vs dense | {address[0]} | +0.0")
     page.write_text(asks.format("good", "FST", ""))
     with pytest.raises(Mistake, match="held_vit_cpu has no claim 'FST'"):
         reproduce.page(page)
@@ -169,16 +168,16 @@ def test_windows_are_cut_to_their_first_tokens(monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_arms_take_steps_in_turn(monkeypatch):
-    """Each arm takes 40 steps that follow each other, at each of five places of the run."""
-    taken, take = [], times._Arm._steps
+def test_all_configs_take_steps_in_turn(monkeypatch):
+    """Each config takes 40 steps that follow each other, at each of five places of the run."""
+    taken, take = [], times._Timed._steps
 
-    def steps(arm, place, number, count):
-        seconds = take(arm, place, number, count)
-        taken.append((arm.program.recipe.rules[0][1], place, int(arm.state.step)))
+    def steps(group, place, number, count):
+        seconds = take(group, place, number, count)
+        taken.append((group.program.recipe.rules[0][1], place, int(group.state.step)))
         return seconds
 
-    monkeypatch.setattr(times._Arm, "_steps", steps)
+    monkeypatch.setattr(times._Timed, "_steps", steps)
     base = looking.config("vit_cpu", *VIT, "steps=1000")
     found = times.measured(base, {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}})
     assert found.keys() == {"dense", "STE"}
@@ -285,7 +284,7 @@ def test_names_of_a_frontier_are_beside_their_points_and_apart(best, joined):
     """By hand. Of the line only the most expensive point may be joined to those that nothing beats."""
     at = (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
     points = [curves.Point(*each) for each in at]
-    line = [curves.Point("", 0.5, 9.0, colour="s1"), curves.Point("", 1.0, 0.5, colour="s1")]
+    line = [curves.Point("", 0.5, 3.0, colour="s1"), curves.Point("", 1.0, 0.5, colour="s1")]
     words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}, "say": str}
     svg = curves.frontier("here", points, [line], best=best, **words)
     (dashed,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray: 4,3', svg)
@@ -293,16 +292,35 @@ def test_names_of_a_frontier_are_beside_their_points_and_apart(best, joined):
     near = [curves.Point(f"point {n}", 0.5 + 0.001 * n, 0.02 * n, 0.1) for n in range(6)]
     for of in (points, near):
         svg, boxes = curves.frontier("here", of, [line], best=best, **words), []
+        order = sorted(of, key=lambda p: -p.value if best is max else p.value)
+        listed = [f">{n}\u2003{p.name}<" in svg for n, p in enumerate(order, 1)]
+        assert len({*listed}) == 1  # all names, or none
+        names = [str(n) for n in range(1, len(of) + 1)] if all(listed) else [p.name for p in of]
         marks = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)[2:]  # after those of the line
-        for p, (x, y) in zip(of, marks, strict=True):
-            ((style, a, b),) = re.findall(rf'<text style="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>{p.name}<', svg)
-            length, a, b = curves.LETTER * len(p.name), float(a), float(b)
+        for name, (x, y) in zip(names, marks, strict=True):
+            ((style, a, b),) = re.findall(rf'<text style="([^"]*)" x="([\d.]+)" y="([\d.]+)"[^>]*>{name}<', svg)
+            length, a, b = curves.LETTER * len(name), float(a), float(b)
             start = a - length if "end" in style else a
-            assert min(abs(start - float(x)), abs(start + length - float(x))) < 20
+            assert min(abs(start - float(x)), abs(start + length - float(x)), abs(start + length / 2 - float(x))) < 20
             assert abs(b - float(y)) < 70
             boxes.append((start, start + length, b - 10, b + 2))
         for n, (a, b, c, d) in enumerate(boxes):
             assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
+    assert all(listed)  # six points in one place have no room for their names
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_value_far_from_the_others_does_not_flatten_them(sign):
+    """It lies on the edge, with its value. The axis has ticks for the others only."""
+    points = [curves.Point(f"p{n}", 0.5 + 0.05 * n, sign * 0.01 * n, 0.001) for n in range(6)]
+    far = curves.Point("far", 0.9, sign * 0.5, 0.01)
+    words = {"alt": "", "along": "cost", "up": "loss", "keys": {}, "say": signed}
+    svg = curves.frontier("here", [*points, far], [], best=min if sign > 0 else max, **words)
+    said = "+0.500" if sign > 0 else "−0.500"
+    assert f">far: {said}<" in svg or f"\u2003far: {said}<" in svg
+    ticks = [float(tick.replace("−", "-")) for tick in re.findall(r">([+−]0\.\d+)<", svg)]
+    assert max(map(abs, ticks)) < 0.1
+    assert f">{said}<" not in svg  # no tick
 
 
 def test_a_tick_has_all_its_digits_and_a_picture_its_own_ground():
@@ -313,9 +331,15 @@ def test_a_tick_has_all_its_digits_and_a_picture_its_own_ground():
     steps = [round(b - a, 9) for a, b in itertools.pairwise(labels)]
     assert len(labels) > 3
     assert len(set(steps)) == 1, labels
+    assert (
+        curves.frontier("ticks", points, [], alt="", along="x axis", up="y axis", keys={}, say=str).count("axis<") == 2
+    )
     style = re.search("<style>(.*?)</style>", curves.standalone(svg))[1]
     assert "background: var(--paper)" in style
-    assert (
-        re.findall(r"--paper: (#\w+)", style)
-        == re.findall(r"--paper: (#\w+)", (Path(curves.__file__).parent / "templates" / "page.css").read_text())[:2]
-    )
+    light, dark = re.findall(r"--paper: (#\w+)", (Path(curves.__file__).parent / "templates" / "page.css").read_text())[
+        :2
+    ]
+    assert re.findall(r"--paper: (#\w+)", style) == [light, dark, light, dark]
+    # the reader's system, and a page with a switch of its own, whose other pictures keep their style
+    assert re.findall(r"([^{}]*)\{--paper|\{([^{}]*)\{--paper", style)
+    assert all(".nmjax-chart" in selector for selector in re.findall(r"([^{}@]+)\{[^{}@]*--paper", style))

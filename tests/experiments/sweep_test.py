@@ -61,6 +61,10 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     command.main([*words, "--sweep"], "")
     said = capsys.readouterr().out
     assert "4 runs: 4 finished." in said
+    page, table = ((tmp_path / "runs" / f"compare.{end}").read_text() for end in ("html", "md"))
+    assert said.endswith(f"{tmp_path / 'runs' / 'compare.html'}\n")
+    assert "| blocks=s_ste(2,4) |" in table
+    assert "2 configs, 4 runs" in page
     assert said.count("2 of 8 layers 2:4; --mode=plan shows them") == 3  # of the index; then once for each method
     assert "left of" not in said  # the table of the plan
     assert len(made) == 3  # of the index; then one for each method, whatever the seeds

@@ -59,11 +59,13 @@ def test_means_spreads_and_paired_differences(study):
 def test_the_page_and_the_text(study, capsys):
     assert command.main([str(study)]) == command.main([str(study)]) == 0  # its own pages are written anew
     said = capsys.readouterr().out
-    assert "| blocks=dense | 91.00 % ± 1.15 | 3 of 3 | the baseline | 1.000 |  | 92.00 % ± 1.15 |  |" in said
-    assert re.search(
-        r"\| blocks=s_ste\(2,4\) \| 91.00 % ± 1.53 \| 3 of 3 \| [-+]0.00 ± 1.00, may be chance \| 0.800", said
-    )
-    assert "| config | hardened accuracy | seeds | difference to the baseline | effective FLOPs" in said
+    assert "| blocks=dense | 91.00 % ± 1.15 | the baseline |  | 3 of 3 | 1.000 |  | 92.00 % ± 1.15 |  |" in said
+    half = 100 * stats.t.ppf(0.975, 2) * math.sqrt((0.01**2 + 0.02**2 + 0.01**2) / 2 / 3)
+    shown = rf"may be chance \| [-+]0.00 \[-{half:.2f}, \+{half:.2f}\]"
+    assert re.search(rf"\| blocks=s_ste\(2,4\) \| 91.00 % ± 1.53 \| {shown} \| 3 of 3 \| 0.800", said)
+    assert "| blocks=<i>mse</i> | 49.00 % | cannot be told | -40.00 | 1 of 3 |" in said
+    head = "| config | hardened accuracy | compared | difference in points, 95 % interval | seeds | effective FLOPs"
+    assert head in said
     for words in ("± is the standard error of the number before it, over seeds.", "of a lossy copy"):
         assert words in said
     assert said.startswith((study / "compare.md").read_text())
@@ -102,7 +104,8 @@ def test_runs_without_a_common_seed_are_compared_unpaired(tmp_path):
     row = compared(tmp_path).rows[1]
     variances = (0.02**2 * 2 / 1 / 2, (0.03**2 + 0.01**2 + 0.04**2) / 2 / 3)
     assert (row.difference, row.error) == pytest.approx((0.83 - 0.92, math.sqrt(sum(variances))))
-    assert "| -9.00 ± 2.89, unpaired, may be chance |" in compare.markdown(compared(tmp_path))
+    text = compare.markdown(compared(tmp_path))
+    assert re.search(r"\| may be chance \| -9.00 \[-\d+.\d\d, \+\d.\d\d\], unpaired \|", text)
     run(tmp_path / "c0", "soft", 0, 0.91)
     run(tmp_path / "d9", "one", 9, 0.5)
     assert compared(tmp_path).rows[2].difference == pytest.approx(0.01)  # paired by seed 0
@@ -121,6 +124,11 @@ def test_whether_a_difference_may_be_chance_is_decided_by_a_t_test(tmp_path, pai
         p = (stats.ttest_rel(*both) if paired else stats.ttest_ind(*both, equal_var=False)).pvalue
         assert (row.paired, row.apart) == (paired, p < 0.05)
         told.append(row.apart)
+        test = stats.ttest_rel(*both[::-1]) if paired else stats.ttest_ind(*both[::-1], equal_var=False)
+        assert row.interval == pytest.approx(tuple(test.confidence_interval(0.95)))
+        words = compare.WORSE if row.difference < 0 else compare.BETTER
+        assert compare.verdict(row, "accuracy") == (words if row.apart else compare.CHANCE)
+        assert (compare.verdict(row, "loss") == words) is False
     assert 5 < sum(told) < 35  # both cases occur
 
 
@@ -216,13 +224,13 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     run(tmp_path / "a/b", "mse", figures={"accuracy": 0.9, "hardened_accuracy": 0.9, "loss": 1.0})
     assert compared(tmp_path / "a").others == ["accuracy"]  # a score that a run lacks is no column
     assert "Scores are from the test split. The baseline" in compare.markdown(compared(tmp_path / "a"))
-    assert "Means over seeds, of the test split." in compare_page.render(compared(tmp_path / "a"))
+    assert "Scores of the test split." in compare_page.render(compared(tmp_path / "a"))
     for name in "ab":
         run(tmp_path / "b" / name, name, figures={"hardened_accuracy": 0.8, "validation_hardened_accuracy": 0.9})
     page = compare_page.render(compared(tmp_path / "b"))
     assert "Columns named validation are from the validation split. Use those to choose a config" in page
-    assert "Means over seeds, of the validation split." in page
-    assert "<figcaption>Scores are from the test split. FLOPs of the whole run" in page
+    assert "Scores of the validation split." in page
+    assert "<figcaption>Scores are from the test split." in page
     run(tmp_path / "b/c", "c", figures={"hardened_accuracy": 0.8})
     assert "of the validation or the test split." in compare_page.render(compared(tmp_path / "b"))
 
@@ -246,14 +254,17 @@ def test_the_page_lies_beside_the_runs_and_links_to_their_reports(tmp_path, monk
 
 def test_what_runs_and_steps_take(tmp_path):
     """Means over seeds; of steps, FLOPs and temporary memory shares of the baseline's."""
-    ended = {"began": "2026-01-31T12:00:00+00:00", "trained_with": ["a", "b"]}  # three runs share the time
+    beside = [f"m=dense,seed={seed}" for seed in range(3)]  # three runs share the time
+    ended = {"began": "2026-01-31T12:00:00+00:00"}
     peak = lambda of: {"lines": [{"step": 100, "kind": "train", "process_memory": of}]}
     for seed, minutes in ((0, 1), (1, 2)):
         taken = {"measured": {"step_seconds": 0.2 + 0.2 * seed}, "ended": f"2026-01-31T12:0{minutes}:00+00:00"}
+        taken["trained_with"] = [name for name in beside if name != beside[seed]]
         run(tmp_path / f"a{seed}", "dense", seed, **ended, **taken, **peak(3e9 - seed))
     taken = {"step_seconds": 0.15, "step_bytes": 3000}
-    run(tmp_path / "b0", "rows", 0, measured=taken, seconds=27.5, began=ended["began"], ended=ended["began"])
-    run(tmp_path / "b1", "rows", 1, measured=taken, steps=50)  # it stopped early
+    more = {"measured": taken, "trained_with": ["m=rows,seed=1", "m=rows,seed=2"]}
+    run(tmp_path / "b0", "rows", 0, seconds=82.5, began=ended["began"], ended=ended["began"], **more)
+    run(tmp_path / "b1", "rows", 1, steps=50, **more)  # it stopped early
     found = compared(tmp_path)
     dense, rows = found.rows
     assert (dense.time, rows.time) == (30, 27.5)  # that of all parts of a run that was continued
@@ -265,8 +276,58 @@ def test_what_runs_and_steps_take(tmp_path):
     assert "| 30 s | 3GB |" in first
     page = compare_page.render(found)
     assert page.count("<svg") == 4  # the mark of the page, curves, by FLOPs, by time
-    for words in ("Time of all steps, without compilation and evaluations.", "Process memory is the most"):
+    for words in ("By time of all steps", "Process memory is the most"):
         assert words in page
+
+
+def at(began, ended):
+    """Return when a run of 2026 began and ended, by minutes."""
+    return {key: f"2026-01-31T12:{minute:02}:00+00:00" for key, minute in (("began", began), ("ended", ended))}
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "comparable"),
+    [
+        ((at(0, 1), at(1, 2)), (at(2, 3), at(3, 5)), True),  # one after another
+        ((at(0, 1), at(1, 2)), (at(2, 3), at(1, 5)), False),  # two at once
+        ((at(0, 2), at(0, 2)), (at(2, 5), at(2, 5)), False),  # two at once, and not in one program
+        (
+            (at(0, 1) | {"header": [["devices", "1 x cpu"]]},),
+            (at(1, 2) | {"header": [["devices", "1 x H200"]]},),
+            False,
+        ),
+        (
+            (at(0, 1),),
+            (at(1, 2) | {"trained_with": ["m=mse,seed=1"]},),
+            False,
+        ),  # it shared the machine with another seed
+        (({},), ({},), True),  # not known
+    ],
+)
+def test_times_are_compared_if_runs_were_alone_on_their_machine(tmp_path, dense, sparse, comparable):
+    for method, runs in (("dense", dense), ("mse", sparse)):
+        for seed, about in enumerate(runs):
+            measured = {"step_seconds": 0.1, "step_bytes": 1}
+            run(tmp_path / f"{method}{seed}", method, seed, measured=measured, **({"seconds": 60.0} | about))
+    found = compared(tmp_path)
+    assert found.rows[1].comparable == comparable
+    row = compare.markdown(found).splitlines()[3]
+    assert ("| not comparable | 1.000 | not comparable |" in row) == (not comparable)
+    assert ("| 1.000 | 1.000 | 1 min |" in row or "| 1.000 | 1.000 | 30 s |" in row) == comparable
+    assert (compare.TIMES_DIFFER in found.notes) == (not comparable)
+    assert ("<h3>By time of all steps</h3>" in compare_page.render(found)) == comparable
+
+
+def test_one_test_image_is_no_mountain(tmp_path):
+    """The axis of differences has a range of two points at least, and the caption says what an image is worth."""
+    header = [["data", "digits: 1,293 training images, 144 validation, 360 test; 10 classes"]]
+    for seed in range(3):
+        run(tmp_path / f"a{seed}", "dense", seed, 0.98, header=header, unit="images")
+        run(tmp_path / f"b{seed}", "mse", seed, 0.98 + (seed - 1) / 360, header=header, unit="images")
+    page = compare_page.render(compared(tmp_path))
+    ticks = [float(tick.replace("−", "-")) for tick in re.findall(r">(0|[+−]\d\.\d)</text>", page)]
+    assert max(ticks) - min(ticks) >= 1.5
+    assert "One of the 360 test examples is 0.28 points." in page
 
 
 def test_figures_tell_methods_apart(tmp_path):
@@ -275,9 +336,10 @@ def test_figures_tell_methods_apart(tmp_path):
     for number, method in enumerate(methods):
         run(tmp_path / str(number), method, 0, 0.8 + 0.02 * number)
     page = compare_page.render(compared(tmp_path))
-    labels = re.findall(">([^<>]*)</text>", page)
-    for label in ("…30%)); dw_g=mvue…", "…50%)); dw_g=mvue…", "…70%)); dw_g=mvue…", "dense"):
-        assert labels.count(label) == 2  # in the curves, and against effective FLOPs
+    labels = [label.partition("\u2003")[2] or label for label in re.findall(">([^<>]*)</text>", page)]
+    for label in ("…30%)); dw_g=mvue…", "…50%)); dw_g=mvue…", "…70%)); dw_g=mvue…", "dense, the baseline"):
+        assert labels.count(label) == 1  # in the curves, or the baseline in the other picture
+    assert len([label for label in labels if "mvue(2,4)" in label]) == 3  # whole names, against effective FLOPs
     assert all(f'style="background:var(--s{n})"' in page for n in range(4))
 
 

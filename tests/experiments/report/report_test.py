@@ -16,11 +16,11 @@ import pytest
 
 from experiments import report
 from experiments.errors import Mistake
-from experiments.report import curves as cv
+from experiments.report import curves as cv, figures
 from experiments.report.__main__ import main
 from experiments.report.curves import Curve
 from experiments.report.examples import mask_pattern
-from experiments.report.runs import parse_metrics
+from experiments.report.runs import layers, parse_metrics
 from experiments.report.words import duration, large, milliseconds, number, parts_that_differ, percent
 
 HOSTILE = "<script>alert(1)</script>\"'&$x_1$ 語 \x00\ud800"
@@ -169,6 +169,66 @@ def test_captions_say_of_which_split_the_scores_are(tmp_path, about, share, spli
     assert "Scores of the" not in written(write_run(tmp_path / "only", only))[0]
 
 
+def test_the_curve_of_the_baseline_is_beside_that_of_the_run(tmp_path):
+    run = image_run(tmp_path / "run")
+    assert ">baseline<" not in written(run)[0]
+    better = [line | {"hardened_accuracy": 0.99} for line in lines() if line["kind"] == "eval"]
+    write_run(run / "baseline", better)
+    page, tags = written(run)
+    assert "baseline 99 %" in tags.text
+    assert "Best, ringed: baseline" not in tags.text
+    assert "Best, ringed: hardened" in tags.text  # of the run itself
+    assert page.count('class="curve"') == 3 + 3 + 1 + 1 + 2 + 2 + 1 + 1 + 2
+
+
+def test_an_accuracy_has_the_error_of_its_examples(tmp_path):
+    """By hand: the root of 0.975 times 0.025 over 360 is 0.82 points."""
+    header = [["data", "digits: 1,293 training images, 144 validation, 360 test; 10 classes"]]
+    about = {"header": header, "summary": [["test hardened accuracy", "97.50%"], ["validation accuracy", "97.22%"]]}
+    _, tags = written(write_run(tmp_path / "run", about=about))
+    assert "test hardened accuracy of 360 images97.50 % ± 0.82" in tags.text
+    assert "validation accuracy97.22%" in tags.text
+    _, tags = written(write_run(tmp_path / "run", about=about | {"unit": "tokens"}))
+    assert "test hardened accuracy97.50%" in tags.text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, " Values of train are means"),
+        ({"data": {"smoothing": 0.1, "flip": True, "mixup": 0.0}}, "has label smoothing 0.1 and random flips;"),
+        ({"data": {"crop": 2}, "model": {"dropout": 0.1}, "teacher": {"weights": "w"}},
+         "Training has dropout 0.1, random crops and a teacher; evaluations do not."),
+        ({"ema": 0.99}, "Evaluations use a moving average of the weights."),
+    ],
+)  # fmt: skip
+def test_why_the_losses_of_training_and_evaluations_differ(tmp_path, config, words):
+    text = written(write_run(tmp_path / "run", config=config))[1].text
+    assert words in text
+    assert ("Training has" in text) == ("has" in words)
+
+
+def test_the_noise_floor_of_a_bias_is_half_the_root_of_the_variance(tmp_path):
+    metrics = [{"kind": "sparsity", "step": s, "seconds": 1.0, "gradient_variance": {"a": 0.04, "b": 0.16},
+                "gradient_bias": {"a": 0.1, "b": 0.2}} for s in (1, 2)]  # fmt: skip
+    floor = figures.noise_floor(layers(metrics, "gradient_variance"))
+    np.testing.assert_allclose(floor.values, (0.1 + 0.2) / 2)
+    assert ">noise floor<" in written(write_run(tmp_path / "run", metrics))[0]
+    assert figures.noise_floor({}) is None
+
+
+def test_a_task_of_ones_own_shows_source_reference_and_output(tmp_path):
+    run = write_run(tmp_path / "run")
+    texts = {"source": ["1 + 1", HOSTILE], "reference": ["2", "b"], "output": ["2"]}
+    (run / "text.json").write_text(json.dumps(texts))
+    page, tags = written(run)
+    assert "What it answers" in tags.text
+    assert re.search('<th scope="row">1 . 1</th><td class="words">2</td><td class="words">✓ 2</td>', page)
+    (run / "text.json").write_text(json.dumps(texts | {"output": [2]}))
+    with pytest.raises(Mistake, match='"output" must be a list of texts'):
+        report.write(run)
+
+
 def test_generated_text_is_shown_after_its_prompt(tmp_path):
     metrics = [{"step": s, "seconds": 1.0, "kind": "eval", "loss": 1 / s} for s in (10, 20)]
     run = write_run(tmp_path / "run", metrics, about={"unit": "tokens", "metric": "loss", "summary": [], "git": None})
@@ -274,7 +334,7 @@ def test_what_is_not_finite_is_seen(tmp_path):
 @pytest.mark.parametrize("bounds", [(), (0,), (0, 1)])
 def test_any_values_can_be_drawn(values, bounds):
     curve = Curve("x", np.arange(len(values), dtype=float), np.array(values, float))
-    svg = cv.draw("x", [curve, curve], alt="x", log=True, bounds=bounds)
+    svg = cv.draw("x", [curve, curve], alt="x", up="y", log=True, bounds=bounds)
     assert svg.count(">x</text>") == 2
     assert "nan" not in svg.lower()
 
