@@ -18,8 +18,9 @@ from nmjax.recipes import text as spec
 
 ROOT = Path(__file__).parent.parent
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs").glob("[!_]*/*.md"))
+COPIES = ("reproduction.md", "lab_notebook.md", "contributing.md", "changelog.md")  # the site makes them of other files
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in COPIES and "/_" not in str(page)]
 NAMES = [name for space in public.SPACES for name in public.names(space)]
 
 
@@ -161,10 +162,6 @@ def test_the_page_of_the_architecture_names_files_that_exist():
                 assert (folder / f"{name}.py").exists() or (folder / name).is_dir(), f"{row[1]}/ has no {name}"
 
 
-EVIDENCE = ("reproduction.md", "lab_notebook.md")
-COPIES = (*EVIDENCE, "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/
-
-
 def broken_links(page: Path) -> list[str]:
     """Return the links of a page to files that the repository does not have, such as those that the site makes."""
     made = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("docs/")]
@@ -231,10 +228,7 @@ def without_source(text: str) -> list[str]:
     return found
 
 
-MEASURED = [page for page in PAGES if page.name not in EVIDENCE]
-
-
-@pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_measured_figure_names_its_source(page):
     assert without_source(page.read_text()) == []
 
