@@ -2,7 +2,7 @@
 
     python -m experiments.cover
 
-It trains configs/vit_24.py, one minute on two cores, and writes experiments/results/cover.svg and cover_dark.svg.
+It trains configs/vit_24.py, one minute on two cores, and writes experiments/results/cover.svg.
 """
 
 import json
@@ -14,6 +14,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments import command, config_files
+from experiments.report import curves
 from experiments.training import tasks
 from experiments.training.program import Program
 
@@ -22,7 +23,6 @@ CONFIG, LAYER = "configs/vit_24.py", "blocks/0/mlp/up"
 SHARES = (0, 0.1, 0.2, 0.3)  # of the run: the dropped weights of this config have faded at 0.3
 ALT = "Weights of a Vision Transformer fade to 2:4, beside measured times on an H100"
 CORNER = 8  # rows and columns that are shown
-COLOURS = {"cover": ("#1f2328", "#59636e", "#1a7f64"), "cover_dark": ("#f0f6fc", "#9198a1", "#3fb68b")}
 
 
 def weights() -> list[tuple[str, nm.Picture]]:
@@ -60,25 +60,25 @@ def measured() -> dict[str, float]:
     }
 
 
-def cells(picture: nm.Picture, left: int, top: int, colour: str) -> list[str]:
+def cells(picture: nm.Picture, left: int, top: int) -> list[str]:
     """Return the squares of a picture: the darker, the larger the weight; an outline alone is a zero."""
     values = np.minimum(np.abs(picture.values) / np.quantile(np.abs(picture.values), 0.95), 1)
     return [
         f"<rect x='{left + 17 * j}' y='{top + 17 * i + 6 * (i // picture.m)}' width='15' height='15' rx='2' "
-        f"fill='{colour}' fill-opacity='{values[i, j]:.2f}'/>"
+        f"fill='var(--good)' fill-opacity='{values[i, j]:.2f}'/>"
         for i, j in np.ndindex(values.shape)
     ]
 
 
-def drawn(shown: list[tuple[str, nm.Picture]], bars: dict[str, float], ink: str, muted: str, green: str) -> str:
-    """Return the picture in SVG."""
-    text = lambda x, y, words, size=13, fill=muted: (
-        f"<text x='{x}' y='{y}' font-size='{size}' fill='{fill}'>{words}</text>"
+def drawn(shown: list[tuple[str, nm.Picture]], bars: dict[str, float]) -> str:
+    """Return the picture in SVG, for light and for dark pages."""
+    text = lambda x, y, words, size=13, colour="muted": (
+        f"<text x='{x}' y='{y}' font-size='{size}' fill='var(--{colour})'>{words}</text>"
     )
-    parts = [text(10, 22, "Weights of a Vision Transformer fade to 2:4 during its run", 15, ink)]
+    parts = [text(10, 22, "Weights of a Vision Transformer fade to 2:4 during its run", 15, "ink")]
     for i, (title, picture) in enumerate(shown):
         left = 10 + 160 * i
-        parts += ["<g stroke='#8886'>", *cells(picture, left, 40, green), "</g>", text(left, 204, title)]
+        parts += ["<g stroke='#8886'>", *cells(picture, left, 40), "</g>", text(left, 204, title)]
     parts.append(
         text(
             10,
@@ -87,25 +87,23 @@ def drawn(shown: list[tuple[str, nm.Picture]], bars: dict[str, float], ink: str,
             "The stronger the colour, the larger the weight.",
         )
     )
-    parts.append(text(680, 22, "On an H100, as a share of dense", 15, ink))
+    parts.append(text(680, 22, "On an H100, as a share of dense", 15, "ink"))
     for i, (name, share) in enumerate(bars.items()):
         y, width = 40 + 58 * i, 200
         parts.append(text(680, y + 12, name))
         parts.append(f"<rect x='680' y='{y + 20}' width='{width}' height='16' fill='#8883'/>")
-        parts.append(f"<rect x='680' y='{y + 20}' width='{width * share:.0f}' height='16' fill='{green}'/>")
-        parts.append(text(890, y + 34, f"{share:.2f}", 15, ink))
+        parts.append(f"<rect x='680' y='{y + 20}' width='{width * share:.0f}' height='16' fill='var(--good)'/>")
+        parts.append(text(890, y + 34, f"{share:.2f}", 15, "ink"))
     parts.append(text(680, 232, "bfloat16, measured once; not whole steps."))
-    return (
-        "<svg xmlns='http://www.w3.org/2000/svg' width='1000' height='244' viewBox='0 0 1000 244' role='img' "
-        f"aria-label='{ALT}' font-family='system-ui, sans-serif'>{''.join(parts)}</svg>\n"
+    return curves.standalone(
+        f"<svg width='1000' height='244' viewBox='0 0 1000 244' role='img' aria-label='{ALT}'>{''.join(parts)}</svg>\n"
     )
 
 
 def main() -> None:
-    shown, bars = weights(), measured()
-    for name, colours in COLOURS.items():
-        (RESULTS / f"{name}.svg").write_text(drawn(shown, bars, *colours))
-        print(RESULTS / f"{name}.svg")
+    to = RESULTS / "cover.svg"
+    to.write_text(drawn(weights(), measured()))
+    print(to)
 
 
 if __name__ == "__main__":
