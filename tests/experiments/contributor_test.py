@@ -32,6 +32,7 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[2:] for line in lines]
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "file", "defined", "said"),

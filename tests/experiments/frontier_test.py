@@ -83,6 +83,7 @@ def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
     assert "config.py belongs to another method or study. Give another --workdir=DIR." in capsys.readouterr().err
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_what_a_study_refuses(study, tmp_path, capsys):
     config = ["--config", f"{study}:cpu", f"--workdir={tmp_path / 'mine'}"]
@@ -110,6 +111,7 @@ def test_a_config_file_that_is_no_study_is_refused(capsys):
     assert "--config=configs/vit_24.py is not the config file of a study with results. " in capsys.readouterr().err
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_other_devices_are_told(study, tmp_path, capsys):
     results = tmp_path / "results" / "toy_cpu.jsonl"

@@ -328,6 +328,7 @@ def stopping(monkeypatch):
     monkeypatch.setattr(signals.Stop, "now", now)
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
     alone, programs, monkeypatch, tmp_path, capsys

@@ -93,6 +93,7 @@ def test_the_process_that_checks_finds_the_kernels_right(monkeypatch):
     assert check.check_apart(INTERPRETER, "interpret", 0) == {}
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 def test_a_process_that_hangs_is_ended(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BROKEN.replace("os.abort()", "__import__('time').sleep(600)"))

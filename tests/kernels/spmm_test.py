@@ -339,6 +339,7 @@ def test_refusals_say_why(of, config, why):
     assert refusal == why if why == "None" else why in refusal
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])

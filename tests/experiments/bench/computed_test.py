@@ -91,6 +91,7 @@ def test_a_gain_by_hand(monkeypatch):
     assert at[2] == pytest.approx(dense / (5 * product / rate + 3.125 * weights / 2.58e12))
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_all_rows():
     (table,) = computed.expected()

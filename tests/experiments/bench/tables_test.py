@@ -111,6 +111,7 @@ def test_a_copy_is_written_and_nearly_equal():
 # ---- arrays, steps and products ----
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_every_way_to_prune_keeps_what_pruners_keep():
     """Those that draw keep the sum of a group's magnitudes in expectation only: here the number of values is known."""

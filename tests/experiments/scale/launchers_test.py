@@ -28,6 +28,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_path):
     stand_in(tmp_path, "ssh", 'shift; exec bash -c "$*"')

@@ -155,6 +155,7 @@ def test_a_port_at_which_another_program_listens_is_refused():
         Address(where, 2, 1).refuse_taken_port()  # it does not listen
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
     """It has the same name on another machine; here, in another folder."""
@@ -238,6 +239,7 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
     assert not processes._at_end
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 def test_one_that_nobody_meets_says_so_and_gives_up():
     words = ["launch.py", *CONFIG, f"--distributed=127.0.0.1:{free()},2,1"]

@@ -162,6 +162,7 @@ def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
     assert (tmp_path / "model/model.safetensors").read_bytes() == before
 
 
+@pytest.mark.rare
 @pytest.mark.processes
 def test_without_a_validation_split_the_best_model_is_written_too(tmp_path):
     """A rate that is too large makes an early evaluation the best one."""
@@ -309,6 +310,7 @@ SPOILT = {  # how a tokenizer.json is changed, and what is said
 }
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "said"), SPOILT.values(), ids=SPOILT)
 def test_a_tokenizer_of_another_model_is_told(change, said, tmp_path):
@@ -364,6 +366,7 @@ def test_a_head_without_hidden_states_has_no_teacher_of_them(tmp_path):
         program("configs/finetune_dense.py:smoke", *words, f"--config.teacher.weights={teacher_of(tmp_path / 't', 1)}")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_head_of_ones_own(tmp_path):
     words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs"]

@@ -113,6 +113,7 @@ def test_the_pictures_of_a_run_have_the_errors_of_its_evaluation():
     np.testing.assert_array_equal(found["labels"], run.task.set.test[1][:: 360 // 24][:24])
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_devices_and_runs_side_by_side_show_the_same_errors():
     one = shared(CONFIG_FILE)

@@ -45,6 +45,7 @@ def test_a_profile_changes_no_number_of_the_run(runs):
     assert timeless(without) == timeless(traced)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     _, traced, printed = runs
@@ -310,6 +311,7 @@ def test_the_peak_of_all_devices(monkeypatch):
     assert device.peak_of(mesh, "float32") == 2e12 * len(jax.devices())
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_the_memory_of_the_fullest_device_or_of_the_process():
     told = lambda peak: SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": peak, "bytes_in_use": 1})

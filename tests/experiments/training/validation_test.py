@@ -146,6 +146,7 @@ def test_the_best_of_validation_and_the_last_are_scored_on_the_test_split(tmp_pa
             assert made.evaluate(state, "validation")["hardened_loss"] == pytest.approx(evaluations[step])
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     words = [
