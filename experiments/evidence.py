@@ -30,13 +30,13 @@ QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the nam
     "better than shorter dense": ("better than", "shorter dense"),
 }
 PRUNED = {  # what a sparse config prunes, and what its line in the first table says
-    "2:4 weights": "methods with 2:4 weights that match dense",
-    "sparser weights": "methods with sparser weights, 1:4 to 1:64, that match dense",
-    "others": "methods that prune only gradients or activations, and match dense",
+    "2:4 weights": "match dense, with 2:4 weights",
+    "sparser weights": "match dense, with 1:4 to 1:64 weights",
+    "others": "match dense, with pruned gradients or activations",
 }
 BETTER = {
-    "better than narrower dense": "methods that are better than a narrower dense network",
-    "better than shorter dense": "methods that are better than a shorter dense run",
+    "better than narrower dense": "better than a narrower dense network",
+    "better than shorter dense": "better than a shorter dense run",
 }
 RESULTS = {  # a verdict in a word or two
     "as good as": {effects.HOLDS: "matches", effects.SLIGHTLY: "matches, slightly worse"},

@@ -204,7 +204,7 @@ def frontier(
         """Return the picture, and whether a name lies on something."""
         columns = 1 if not wide or max((len(said(p)) for p in points), default=0) > 48 else 2
         rows = -(-len(points) // columns) if numbered else 0
-        width, left, bottom, top = 760 if wide else WIDTH, 58, 44 + 17 * rows, 58 if keys else 34
+        width, left, bottom, top = 760 if wide else WIDTH, 58, 44 + (17 * rows + 8 if rows else 0), 58 if keys else 34
         height, crowded = (412 if wide else 250) + bottom, False
 
         def paint(axes: Any, locate: Any) -> list[_Text]:
