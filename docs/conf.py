@@ -12,6 +12,7 @@ NOTEBOOKS = HERE.parent / "notebooks"
 sys.path.insert(0, str(HERE.parent))
 
 from docutils import nodes  # noqa: E402
+from sphinx.search.en import SearchEnglish  # noqa: E402
 
 import nmjax  # noqa: E402
 from docs import public  # noqa: E402
@@ -116,8 +117,16 @@ def without_last_row(_: Any, page: nodes.document) -> None:
             block[:] = [nodes.Text(block.rawsource)]
 
 
+class Search(SearchEnglish):
+    """The search of the site, in which 2:4 is a word."""
+
+    _word_re = re.compile(r"\d+:\d+|\w+")
+    js_splitter_code = r"var splitQuery = query => query.match(/\d+:\d+|[\p{L}\p{N}_]+/gu) || [];"
+
+
 def setup(app: Any) -> None:
     """Sphinx calls this."""
+    app.add_search_language(Search)
     app.connect("source-read", for_the_site)
     app.connect("doctree-read", without_last_row)
 
