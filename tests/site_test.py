@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = """# A page
 
-See [the other section](#here), $a < b$ and [the changes](../CHANGELOG.md).
+A 2:4 model. See [the other section](#here), $a < b$ and [the changes](../CHANGELOG.md).
 
 ## Here
 
@@ -75,6 +75,7 @@ def test_mistakes_in_pages_fail_the_build(site):
     assert 'href="#silicon-on-an-h100"' in shown  # of the file that is included in a comment
     assert 'id="silicon-on-an-h100"' in shown
     assert re.search(r"<span class=\"go\">2</span>\n</pre>", shown)  # without an empty row at the foot
+    assert '"2:4"' in (html / "searchindex.js").read_text()  # a word for the search
     code, output = site({"page": PAGE} | {name: f"{PAGE}\n{text}\n" for name, text in BROKEN.items()})
     assert code != 0
     for name in BROKEN:
