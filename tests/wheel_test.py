@@ -128,7 +128,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     try_in_an_empty_environment(wheel, tmp_path / "environment")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.processes
 def test_the_wheel_passes_tests_outside_of_the_checkout(wheel, tmp_path):
     """The fast tests of pruners and products, with the installed files."""
