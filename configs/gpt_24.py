@@ -5,7 +5,7 @@
 It trains 842,496 parameters on bytes of Python's help topics: five minutes on two CPU cores. Expect 1.499 nats a byte
 on the test text (one seed; dense: 1.453 ± 0.009, three seeds). Use it as a start for text of your own:
 --config.data.name=tinyshakespeare.txt --config.data.dir=DIR. The same method on books is in
-experiments/REPRODUCTION.md, "Methods that prune weights"; docs/evidence/method.md (Changes) says how it was chosen.
+experiments/REPRODUCTION.md, "Methods that prune weights"; experiments/LAB_NOTEBOOK.md says how it was chosen.
 """
 
 from configs import common

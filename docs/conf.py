@@ -85,24 +85,36 @@ def in_site(file: Path) -> Path:
     return HERE / "notebooks" / file.name if file.parent == NOTEBOOKS else COPIED.get(file, file)
 
 
+def included(page: Path, text: str) -> dict[Path, str]:
+    """Return the files of results that a page includes, each with the anchor of its heading."""
+    found: dict[Path, str] = {}
+    for path in re.findall(r"^<!-- \{include\} (\S+results\S+)", text, re.MULTILINE):
+        file = Path(os.path.normpath(page.parent / path))
+        heading = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        anchor = "#" + heading.lower().replace(" ", "-")
+        found[file] = anchor if anchor not in found.values() else f"{anchor}-1"
+    return found
+
+
+BENCHMARKS = HERE / "evidence" / "benchmarks.md"  # the page that has all recorded tables
+
+
 def for_the_site(app: Any, name: str, content: list[str]) -> None:
     """Prepare a page for the site: its links point to the site's copies, and directives in comments come into force.
 
     In the repository the links point to the originals, and GitHub shows no comments.
     """
     page = Path(app.env.doc2path(name))
-    included: dict[str, str] = {}  # files that the site has in the page itself, each with the anchor of its heading
-    for path in re.findall(r"^<!-- \{include\} (\S+results\S+)", content[0], re.MULTILINE):
-        heading = (page.parent / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        anchor = heading.lower().replace(" ", "-")
-        included[path] = anchor if anchor not in included.values() else f"{anchor}-1"
+    own = included(page, content[0])
+    tables = included(BENCHMARKS, BENCHMARKS.read_text(encoding="utf-8")) if BENCHMARKS.exists() else {}
 
     def link(match: re.Match[str]) -> str:
         path, anchor = match.groups("")
-        if path in included:
-            return f"](#{included[path]})"
         file = Path(os.path.normpath(page.parent / path))
-        copy = in_site(file)
+        if file in own:
+            return f"]({anchor or own[file]})"
+        copy = BENCHMARKS if file in tables else in_site(file)
+        anchor = anchor or tables.get(file, "")
         return match.group() if copy == file else f"]({os.path.relpath(copy, page.parent)}{anchor})"
 
     content[0] = re.sub(r"\]\(([^#)\s:]+)(#[^)\s]*)?\)", link, content[0])
