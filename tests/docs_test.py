@@ -204,6 +204,35 @@ def test_a_raw_directive_is_found():
     assert raw("<!-- {toctree}\na\n-->\n```python\n{}\n```\n") == []
 
 
+def long_lines(text: str) -> list[str]:
+    """Return the lines of code on a page that are too wide to read without scrolling. Recorded output may be wider."""
+    found = []
+    for language, block in re.findall(r"(?ms)^ *```(python|console|bash|diff)\n(.*?)^ *```", text):
+        lines = block.splitlines()
+        prompts = {"python": (">>> ", "... "), "console": ("$ ",)}.get(language, ())
+        shows_output = any(line.startswith(prompts) for line in lines) if prompts else False
+        continued = False
+        for line in lines:
+            code = continued or not shows_output or line.startswith(prompts)
+            continued = code and line.endswith("\\")
+            if len(line) > (88 if code else 100):
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", OWN[1:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_on_a_page_has_at_most_88_columns(page):
+    assert long_lines(page.read_text()) == []
+
+
+def test_a_long_line_of_code_is_found():
+    long, output = "x = " + "1" * 85, "1" * 95
+    for block in (f"python\n{long}", f"python\n>>> {long}", f"console\n$ {long}", f"console\n$ a \\\n  {long}"):
+        assert long_lines(f"```{block}\n```\n") == [block.splitlines()[-1]]
+    assert long_lines(f"```python\n>>> x\n{output}\n```\n\n{output}\n\n```text\n{output}\n```\n") == []
+    assert long_lines(f"```python\n>>> x\n{output}{output}\n```\n") == [output + output]
+
+
 # A measured figure: with an error, or in a unit of what is measured. "times" and "%" count with a decimal point only:
 # "30 % of the run" and "two times" are settings.
 FIGURE = re.compile(
