@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nmjax import checkpoints, models, oneshot
+from nmjax import __version__, checkpoints, models, oneshot
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.hardening import harden, patterns
@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="nmjax", formatter_class=_Help, epilog=EXAMPLE,
         description="Convert, verify, prune and export N:M sparse checkpoints, and plan recipes for them.",
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"nmjax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:

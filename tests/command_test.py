@@ -116,6 +116,13 @@ def test_verify_tells_and_exits(capsys, tmp_path):
     assert status == 1
 
 
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"nmjax {nm.__version__}\n"
+
+
 def test_plan_prints_the_plan(capsys):
     status, out, _ = run(capsys, "plan", GOLDEN / "gpt2", "blocks/.*/mlp/.*=s_ste(2,4)")
     assert status == 0

@@ -39,7 +39,7 @@ def split(x: Shaped[Array, "..."], axis: int, m: int) -> Shaped[Array, "..."]:
     if k % m or not k:
         raise ValueError(
             f"axis {axis} of an array of shape {x.shape} has {k} values, which do not divide into groups of {m}. "
-            f"Choose an m that divides {k}, or leave this array dense (identity)."
+            f"Choose an m that divides {k}, or leave this array dense."
         )
     return x.reshape(*x.shape[:axis], k // m, m, *x.shape[axis + 1 :])
 

@@ -15,6 +15,7 @@ from nmjax.core import groups, merging, random
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.value import told
+from nmjax.products.slot import SLOTS
 from nmjax.pruners import identity
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -190,7 +191,9 @@ def _misfit(label: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> st
             "over, or leave this slot empty."
         )
     else:
-        remedy = "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
+        in_slot = label.partition("=")[0] in SLOTS  # else a pruner alone, as in `prune`
+        dense = "write 'else dense' after its method, as in 's_ste(2,4) else dense'" if in_slot else "leave it dense"
+        remedy = f"Choose an m that divides them, make the layer a multiple of it, or {dense}."
     return (
         f"{_subject(label, x, operand)} along its {axes}, whose {sizes} values do not divide into groups of "
         f"{p.facts.block}{runs}. {remedy}"
@@ -218,7 +221,7 @@ def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
             raise ValueError(
                 f"{subject}: its groups of {p.facts.block} would lie on two devices, because axis {axis} has "
                 f"{x.shape[axis]} values on {parts[axis]} devices. Shard another axis, use fewer devices along "
-                f"{' and '.join(map(repr, names[axis]))}, or leave it dense (identity)."
+                f"{' and '.join(map(repr, names[axis]))}, or leave it dense."
             )
 
 

@@ -270,6 +270,11 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
     try:
         return ast.parse(names.TOKEN.sub(mark, source.text), mode="eval").body, source._replace(marks=marks)
     except (SyntaxError, ValueError):
+        if share := re.search(r"\d[\d.]*\s*%", source.text):
+            raise ValueError(
+                f"{source.text!r}: shares such as {share[0]} work only in configs, and Python takes a number of steps, "
+                "as in linear(1,0,300)."
+            ) from None
         pattern = re.search(r"(?<!\d)(\d++):(\d+)", source.text)
         hint = ""
         if pattern:
@@ -278,8 +283,6 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
             hint = " Slots are separated by ';'."
         elif source.text.count("(") > source.text.count(")"):
             hint = " A bracket is not closed."
-        elif "%" in source.text:
-            hint = " Shares such as 30% work only in the config of an experiment. Write a number of steps here."
         raise ValueError(f"{source.text!r} is not a {kind}: expected a call such as 'ste(2,4)'.{hint}") from None
 
 

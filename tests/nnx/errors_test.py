@@ -70,6 +70,8 @@ def test_what_is_refused_for_many_layers_is_one_line():
     lines = refused(*[6] * 12)
     assert len(lines) == 4
     assert lines[1].startswith("  0-11: y_w=ste(mse(2,4)) prunes an array of shape (6, 8)")
+    assert "or write 'else dense' after its method, as in 's_ste(2,4) else dense'." in lines[1]
+    nm.nnx.sparsify(nnx.Linear(6, 8, rngs=nnx.Rngs(0)), recipe("s_ste(2,4) else dense"))
     assert lines[3] == r'  (r"\d+", "dense"),'
     assert refused(6, 6, 8, 6)[3] == r'  (r"(0|1|3)", "dense"),'
     lines = refused(6, 10, 8, 6)  # two shapes, one reason

@@ -193,6 +193,8 @@ def test_parse_pruner(text, value):
         ("s_ste(gradient='exact')", "gradient is 'mvue', 'mvue_approx' or 'dense', got 'exact'"),
         ("dw_g=identity(2)", "identity takes no arguments"),
         ("s_ste(2:4)", r"2:4 is written \(2,4\)"),
+        ("mdgf(2,4,linear(1,0,30%))", r"^'mdgf\(2,4,linear\(1,0,30%\)\)': shares such as 30% work only in configs, and Python takes a number of steps"),
+        ("y_w=decay(mse(2,4),linear(1,0,7.5 %))", r"shares such as 7\.5 % work only in configs"),
         ("2:4", r"2:4 is written \(2,4\)"),
         ("s_ste(2,4), dx_g=mse(2,4)", "Slots are separated by ';'"),
     ],
