@@ -173,11 +173,11 @@ def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Compar
 def rows(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
     """Return the rows of a shelf's table as texts; the first is its head."""
     metric = comparison.metric
-    found = [["config file", "what it is", metric.replace("_", " "), "compared with", "effective FLOPs", "time"]]
+    found = [["config file", "what it is", metric.replace("_", " "), "compared with", "effective FLOPs"]]
     for row, (name, run) in zip(comparison.rows, runs.items(), strict=True):
         cost = "" if row.cost is None else f"{row.cost:.3f}"
         baseline = run.about.get("comparison", "").partition("; ")[2]  # several seeds of it
-        found.append([name, sentence(name), score(metric, row.mean), baseline, cost, run.lasted])
+        found.append([name, sentence(name), score(metric, row.mean), baseline, cost])
     return found
 
 

@@ -57,11 +57,11 @@ def test_the_index_links_to_reports_and_comparisons_that_are_there(runs, tmp_pat
         "95.00 %",
         "dense 98.24% ± 0.09% (3 recorded seeds)",
         "0.600",
-        "1 min 30 s",
         "of 8x8 digits",
         "dense Vision Transformer",
     ):
         assert cell in text, cell
+    assert "1 min 30 s" not in text  # other runs may have taken part of the machine
     assert "vit_dense" in (index.parent / "compare-small.html").read_text()
 
 
@@ -70,7 +70,7 @@ def test_the_table_of_the_site_links_to_the_same(runs):
     assert re.findall(r'href="([^"]+)"', text) == [
         f"../gallery/{name}.html" for name in ("vit_dense", "vit_24", "compare-small")
     ]
-    assert "| 95.00 % | dense 98.24% ± 0.09% (3 recorded seeds) | 0.600 |" in text
+    assert "| 95.00 % | dense 98.24% ± 0.09% (3 recorded seeds) | 0.600 |\n" in text
 
 
 def test_the_pages_compare_a_run_with_the_seeds_of_its_report_only(runs, tmp_path):
