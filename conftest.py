@@ -70,10 +70,14 @@ def pytest_collection_modifyitems(config, items):
         if any(item.get_closest_marker(name) for name in SLOW):
             slow[test].append(item)
     for cases in slow.values():
-        if len(cases) > 3:
-            for i, item in enumerate(cases):
-                if i % 3:
-                    item.add_marker(pytest.mark.rare)
+        seen = set()
+        for i, item in enumerate(cases):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            values = {(name, repr(value)) for name, value in params.items()}
+            if len(cases) > 3 and i % 3 and (len(params) < 2 or values <= seen):  # each value of a grid is tested
+                item.add_marker(pytest.mark.rare)
+            else:
+                seen |= values
     yield
     if shard := config.getoption("--shard"):
         part, parts = map(int, shard.split("/"))

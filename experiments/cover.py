@@ -54,7 +54,7 @@ def measured() -> dict[str, float]:
     assert speed, found["bfloat16 8192 x 8192 x 8192"]
     assert cost, block
     return {
-        "time of a product, without packing": 1 / float(speed[1]),
+        "time of a product, 8192 wide, packed before": 1 / float(speed[1]),
         "time of a feed-forward block": float(cost[1]),
         "temporary memory of the block": float(cost[2]),
     }
@@ -94,7 +94,7 @@ def drawn(shown: list[tuple[str, nm.Picture]], bars: dict[str, float]) -> str:
         parts.append(f"<rect x='680' y='{y + 20}' width='{width}' height='16' fill='#8883'/>")
         parts.append(f"<rect x='680' y='{y + 20}' width='{width * share:.0f}' height='16' fill='var(--good)'/>")
         parts.append(text(890, y + 34, f"{share:.2f}", 15, "ink"))
-    parts.append(text(680, 232, "bfloat16, measured once; not whole steps."))
+    parts.append(text(680, 232, "bfloat16, once, earlier kernels; no whole step."))
     return curves.standalone(
         f"<svg width='1000' height='244' viewBox='0 0 1000 244' role='img' aria-label='{ALT}'>{''.join(parts)}</svg>\n"
     )

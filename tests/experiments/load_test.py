@@ -83,7 +83,6 @@ def paths(state) -> dict[str, np.ndarray]:
 # ---- of the program's own evaluation ----
 
 
-@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["averaged", "resnet"])
 @pytest.mark.parametrize("checkpoint", ["last", "best"])
@@ -106,7 +105,6 @@ def test_images_are_scored_as_by_the_program(trained, name, checkpoint):
         np.testing.assert_allclose(nats(run.predict(x), y), line["hardened_loss"], rtol=1e-5)
 
 
-@pytest.mark.rare
 @pytest.mark.slow
 def test_texts_are_scored_as_by_the_program(trained):
     workdir = trained("text")

@@ -191,7 +191,6 @@ def cut(tmp_path_factory):
     return workdir
 
 
-@pytest.mark.rare
 @pytest.mark.processes
 def test_killed_before_its_report_a_run_is_finished_by_the_next_start(cut, tmp_path, capsys):
     workdir = shutil.copytree(cut, tmp_path / "run")

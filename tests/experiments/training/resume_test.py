@@ -428,7 +428,6 @@ def test_the_drafts_of_a_killed_process_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == others | {".run.json.712c2ae1.draft"}
 
 
-@pytest.mark.rare
 @pytest.mark.slow
 def test_a_run_of_another_method_makes_its_scales_again(tmp_path, capsys):
     """The scale of S-STE at 1:4 is that of the restored weights: <w, s> / <s, s>, s = sign(w) max(|w| - t, 0). Noise is
@@ -469,7 +468,6 @@ def flat(tree):
     return {nm.metrics.path(path): value for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-@pytest.mark.rare
 @pytest.mark.slow
 def test_a_run_continues_with_its_own_data_and_its_own_beginning(tmp_path):
     """Files that its config names may have changed since, and a command may leave out what it began with."""
