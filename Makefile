@@ -2,8 +2,8 @@
 # and make.
 #   make help       lists the targets
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
-#   make test       the fast tests, on every core: about four minutes on two
-#   make test-all   all tests, also those that interpret kernels, start processes or take long, with some of their cases: about 25 minutes on two
+#   make test       the fast tests, on every core: about five minutes on two
+#   make test-all   all tests, also those that interpret kernels, start processes or take long, with some of their cases: about half an hour on two
 #   make test-every   all cases of all tests, and all notebooks. A workflow does this once a week
 #   make test-docs  the tests of the site, which need Sphinx
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
