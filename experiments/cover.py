@@ -62,11 +62,10 @@ def measured() -> dict[str, float]:
 
 def cells(picture: nm.Picture, left: int, top: int) -> list[str]:
     """Return the squares of a picture: the darker, the larger the weight; an outline alone is a zero."""
-    values = np.minimum(np.abs(picture.values) / np.quantile(np.abs(picture.values), 0.95), 1)
     return [
         f"<rect x='{left + 17 * j}' y='{top + 17 * i + 6 * (i // picture.m)}' width='15' height='15' rx='2' "
-        f"fill='var(--good)' fill-opacity='{values[i, j]:.2f}'/>"
-        for i, j in np.ndindex(values.shape)
+        f"fill='var(--good)' fill-opacity='{picture.shades[i, j]:.2f}'/>"
+        for i, j in np.ndindex(picture.kept.shape)
     ]
 
 

@@ -53,6 +53,20 @@ class Picture:
             parts.append(f"groups of {self.m} along axis {self.axis}")
         return f"{', '.join(parts)}: {self.share:.3g} kept"
 
+    @property
+    def full(self) -> float:
+        """The magnitude from which on a value has the full colour. A few large values pale nothing."""
+        return float(np.quantile(self._sizes[self.kept], 0.95)) or 1.0 if self.kept.any() else 1.0
+
+    @property
+    def shades(self) -> np.ndarray:
+        """How strong the colour of each value is: 0 if it is dropped, else from 0.06 to 1 by its magnitude."""
+        return np.where(self.kept, 0.06 + 0.94 * np.minimum(self._sizes / self.full, 1), 0.0)
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        return np.abs(np.nan_to_num(self.values.astype(np.float64), posinf=0.0, neginf=0.0))
+
     def __repr__(self) -> str:
         colour = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
         mask = self.values.dtype == bool
@@ -74,16 +88,13 @@ class Picture:
         gaps = lambda i, along: (i // self.m) * _GAP if along and self.m > 1 else 0
         width = columns * _CELL + gaps(columns - 1, not self.down) + 2
         height = rows * _CELL + gaps(rows - 1, self.down) + 22
-        size = np.abs(np.nan_to_num(self.values.astype(np.float64), posinf=0.0, neginf=0.0))
-        full = float(np.quantile(size[self.kept], 0.95)) if self.kept.any() else 0.0  # a few large values pale nothing
-        full = full or 1.0
-        scale = "" if self.values.dtype == bool else f". The colour follows the magnitude, and is full from {full:.3g}"
+        is_mask, shades = self.values.dtype == bool, self.shades
+        scale = "" if is_mask else f". The colour follows the magnitude, and is full from {self.full:.3g}"
         cells = []
         for i in range(rows):
             for j in range(columns):
                 x, y = 1 + j * _CELL + gaps(j, not self.down), 1 + i * _CELL + gaps(i, self.down)
-                shade = 0.06 + 0.94 * min(size[i, j] / full, 1)  # a tiny value differs from a dropped one
-                fill = f"#1a7f64' fill-opacity='{shade:.2f}" if self.kept[i, j] else "none"
+                fill = f"#1a7f64' fill-opacity='{shades[i, j]:.2f}" if self.kept[i, j] else "none"
                 cells.append(f"<rect x='{x}' y='{y}' width='{_CELL - 2}' height='{_CELL - 2}' fill='{fill}'/>")
         return (
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{max(width, 7 * len(self.caption))}' height='{height}' "
