@@ -82,8 +82,7 @@ def drawn(shown: list[tuple[str, nm.Picture]], bars: dict[str, float]) -> str:
         text(
             10,
             232,
-            "Of every 4 weights of a column, the 2 smaller ones fade to zero. "
-            "The stronger the colour, the larger the weight.",
+            "Of every 4 weights of a column, the 2 smaller ones fade to zero. Colour is magnitude.",
         )
     )
     parts.append(text(680, 22, "On an H100, as a share of dense", 15, "ink"))
