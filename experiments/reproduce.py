@@ -4,8 +4,9 @@
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its configs and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
-pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. A block
-that begins with several lines shows the claims that they ask for::
+pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables.
+``cpu_steps`` has rows of the benchmarks' tables. A block that begins with several lines shows the claims that they ask
+for::
 
     <!-- claims
     Is S-STE as good as dense training?
@@ -28,12 +29,12 @@ from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.recorded import Study, read, seconds, study
 from experiments.report import curves
-from experiments.report.words import duration
+from experiments.report.words import duration, markdown_table
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 DOCS = ROOT.parent / "docs"
-PAGES = (PAGE, DOCS / "evidence" / "methods.md")
+PAGES = (PAGE, DOCS / "evidence" / "methods.md", DOCS / "evidence" / "benchmarks.md", DOCS / "hardware.md")
 ALL = {
     "counts": evidence.counts,
     "claims": evidence.main_claims,
@@ -49,6 +50,8 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "recipe_vit_cpu", and its pictures as SVG by their names."""
     if name == "legend":
         return _text([evidence.legend()]), {}
+    if name == "cpu_steps":
+        return _text([_cpu_steps(results)]), {}
     if name in ALL:
         return _text([ALL[name](results)]), {}
     its_study = study(name)
@@ -59,6 +62,18 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
         return _figure(name, its_study, lines)
     parts, pictures = evidence.section(name, results)
     return _text(["\n\n".join([*parts, _source(its_study, lines)])]), pictures
+
+
+def _cpu_steps(results: Path) -> str:
+    """Return the times of training steps on a CPU, from the recorded tables of the benchmarks `train` and `savings`."""
+    train, savings = ((results / f"cpu_{name}.md").read_text() for name in ("train", "savings"))
+    steps = re.findall(r"\| configs/(\w+)\.py `all` \| ([\d.]+)", train)
+    in_rows = re.findall(r"(?s)## (GPT, \d+ wide).*?\| (`dw_g=rows\(mvue\(1,4\)\)`) \| ([\d.]+)", savings)
+    cores = " and ".join(dict.fromkeys(re.findall(r"\d+ cores", train + savings)))
+    head = [f"a training step on a CPU, {cores}", "time / dense", "caveat"]
+    rows = [[f"`{name}`", time, "zeros are multiplied; depends on the processor"] for name, time in steps]
+    rows += [[f"{model}, {slot}", time, "whole rows; no sparse tensor cores needed"] for model, slot, time in in_rows]
+    return markdown_table([head, *rows], narrow=True)
 
 
 def _text(parts: list[str]) -> str:

@@ -240,7 +240,7 @@ class Plan:
     """The plan of a model. It prints as a table of 80 columns, and in a notebook as HTML.
 
     Layers that differ only in a number of their paths, or in the last name, share a row: ``blocks/0-11/mlp/(down|up)``
-    are 24 layers of one class and shape, which the plan answers alike. The GFLOPs of a row are those of all its layers.
+    are 24 layers of one class and shape, which the plan answers alike. The FLOPs of a row are those of all its layers.
     A reason that several layers share stands once, below the table, with their paths.
 
     Attributes:
@@ -258,14 +258,14 @@ class Plan:
     >>> plan.forward, plan.training, plan.refused
     ((1024, 512.0), (3072, 2560.0), ())
     >>> plan
-    layer                           left of the FLOPs GFLOPs of all         hardened
+    layer                           left of the FLOPs FLOPs of all          hardened
       slot                          y     dx    dw    three products
     ────────────────────────────────────────────────────────────────────────────────
     up
-      Linear 8x4                    0.5   1     1     3.072e-06 → 2.56e-06  2:4
+      Linear 8x4                    0.5   1     1     3.07 → 2.56 kFLOPs    2:4
     <BLANKLINE>
-    36 parameters, 0 of 1 layers pruned; GFLOPs forward 1.024e-06 → 5.12e-07, with
-      backward 3.072e-06 → 2.56e-06
+    36 parameters, 0 of 1 layers pruned; forward 1.02 → 0.512 kFLOPs, with backward
+      3.07 → 2.56 kFLOPs
     """
 
     layers: tuple[LayerPlan, ...]
@@ -343,7 +343,7 @@ class Plan:
         return tuple(sorted({step for layer in self.layers for step in assuming_features_fit(layer.sparsity).phases}))
 
     def __repr__(self) -> str:
-        lines = [*_line("layer", "left of the FLOPs", "GFLOPs of all", "hardened")]
+        lines = [*_line("layer", "left of the FLOPs", "FLOPs of all", "hardened")]
         lines += [*_line("  slot", _shares("y", "dx", "dw"), "three products", ""), "─" * _WIDTH]
         for paths, alike in self._folded():
             first, (shares, cost, form) = alike[0], _numbers(alike)
@@ -399,9 +399,9 @@ class Plan:
         if self.forward[0]:
             changes = self.over(1)[1] != self.training[1]  # the first step is not the sparsest
             at = " at the sparsest step," if changes else ""
-            lines[0] += f"; GFLOPs{at} forward {_change(*self.forward)}, with backward {_change(*self.training)}"
+            lines[0] += f";{at} forward {_change(*self.forward)}, with backward {_change(*self.training)}"
             if self.elsewhere:
-                lines.append(f"Products outside layers, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
+                lines.append(f"Products outside layers, as in attention: {_change(self.elsewhere)} forward")
             idle = [layer.path for layer in self.layers if not layer.flops]
             if idle:
                 ranges = map(layer_paths.short, layer_paths.alike((path, None, path) for path in idle))
@@ -450,7 +450,7 @@ class Plan:
         return 3 * self.elsewhere + sum(cost)
 
 
-_HEAD = ("layer", "slots", "left of\ny dx dw", "GFLOPs of\nall three", "hardened")
+_HEAD = ("layer", "slots", "left of\ny dx dw", "FLOPs of\nall three", "hardened")
 
 
 # ---- a plan as text, in lines of 80 columns ----
@@ -501,12 +501,11 @@ def _numbers(alike: list[LayerPlan]) -> tuple[str, str, str]:
 # ---- costs as text ----
 
 
-def _change(before: float, after: float) -> str:
-    return f"{_giga(before)} → {_giga(after)}" if after != before else _giga(before)
-
-
-def _giga(cost: float) -> str:
-    return f"{cost / 1e9:,.0f}" if cost >= 1e13 else f"{cost / 1e9:.4g}"
+def _change(*costs: float) -> str:
+    """Return FLOPs before and after in the unit of the first. Equal ones stand once."""
+    power = next((p for p in range(6, 0, -1) if costs[0] >= 0.9995 * 1000**p), 0)
+    numbers = " → ".join(f"{cost / 1000**power:.3g}" for cost in dict.fromkeys(costs))
+    return f"{numbers} {' kMGTPE'[power].strip()}FLOPs"
 
 
 def _shapes(parameters: list[tuple[str, tuple[int, ...]]]) -> str:

@@ -104,28 +104,29 @@ class Recipe(Value):
           unreached: As in `unused`.
 
         Raises:
-          ValueError: A rule applies to no layer. The error lists the layers whose paths are most like its pattern.
+          ValueError: A rule applies to no layer. The error has the path that is most like its pattern, and the layers.
         """
         paths = list(paths)
         idle = self._idle(paths, unreached)
         if not idle:
             return
         patterns = [self.rules[i][0] for i in idle]
-        nearest = sorted(paths, key=lambda path: _likeness(path, patterns), reverse=True)[:20]
+        nearest = set(sorted(paths, key=lambda path: _likeness(path, patterns), reverse=True)[:20])
         lines = ["These rules of the recipe apply to no layer:"]
-        lines += [f"  {pattern!r}{self._earlier(pattern, paths)}" for pattern in patterns]
+        lines += [f"  {pattern!r}{self._hint(pattern, paths)}" for pattern in patterns]
         lines.append("A pattern is a regular expression for a layer's whole path. The layers are:")
-        lines += [f"  {path}" if path else "  '', the model itself" for path in nearest] or ["  none"]
+        lines += [f"  {path}" if path else "  '', the model itself" for path in paths if path in nearest] or ["  none"]
         if len(paths) > 20:
             lines.append(f"  and {len(paths) - 20} more")
         raise ValueError("\n".join(lines))
 
-    def _earlier(self, pattern: str, paths: list[str]) -> str:
-        """Return in words which rules take all layers that a pattern matches, or "" if it matches none."""
+    def _hint(self, pattern: str, paths: list[str]) -> str:
+        """Return in words which rules take all layers that a pattern matches; if it matches none, the nearest path."""
         rows = {self.row(path) for path in paths if re.fullmatch(pattern, path)}
         names = " and ".join(repr(other) for i, (other, _) in enumerate(self.rules) if i in rows)
         if not rows:
-            return ""
+            near = difflib.get_close_matches(pattern, paths, 1)
+            return f"; did you mean {near[0]!r}?" if near else ""
         return f": {names} {'comes' if len(rows) == 1 else 'come'} first"
 
     @classmethod

@@ -56,6 +56,8 @@ _KNOWN: dict[str, Mapping[str, Any]] = {
     "pruner or schedule": PRUNERS | SCHEDULES,
 }
 
+_WORDS = dict.fromkeys(("magnitude", "topk", "top_k", "prune"), ("ste", "mse"))  # other words: (method, pruner)
+
 LONGEST = 10_000  # characters of a text
 
 
@@ -238,7 +240,9 @@ def _read(part: str, kind: str, source: _Source) -> Any:
     tree, source = _tree(source, kind)
     name = _name(tree.func if isinstance(tree, ast.Call) else tree, source)
     if kind == "method" and name in PRUNERS and name not in METHODS:
-        raise ValueError(f"{part!r}: {name} is a pruner, which stands in a slot: 'dw_g=...'.")
+        raise ValueError(
+            f"{part!r}: {name} is a pruner, which stands in a slot, as in 'y_w=ste(mse(2,4))' or 'dw_g=mvue(2,4)'."
+        )
     if kind == "pruner" and name in METHODS and name not in PRUNERS:
         raise ValueError(f"{part!r}: {name} is a method, but a slot takes a pruner.")
     number_first = isinstance(tree, ast.Call) and tree.args[:1] and isinstance(tree.args[0], ast.Constant)
@@ -251,7 +255,7 @@ def _read(part: str, kind: str, source: _Source) -> Any:
         if name in PRUNERS:
             raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'y_w={part}'.")
         if name in METHODS:
-            hint = f"Write numbers, as in {name}(2,4), or a pruner in a slot, as in 'y_w=mse(2,4)'."
+            hint = f"Write numbers, as in {name}(2,4), or a pruner in a slot, as in 'y_w=ste(mse(2,4))'."
             raise ValueError(f"{part!r}: the method {name} takes no pruner. {hint}")
     return _build(tree, kind, source)
 
@@ -337,7 +341,8 @@ def _keywords(nodes: Sequence[ast.keyword], name: str, build: Callable[[ast.expr
 def _known(name: str, kind: str, text: str) -> Any:
     known = _KNOWN[kind]
     if name not in known:
-        near = _nearest(name, [*known, *PRUNERS, *METHODS])
+        word = name.lower()
+        near = _nearest(_WORDS[word][kind != "method"] if word in _WORDS else word, [*known, *PRUNERS, *METHODS])
         raise ValueError(f"{text!r}: no {kind} is called {name!r}{near} Known: {', '.join(sorted(known))}.")
     return known[name]
 
@@ -348,7 +353,7 @@ def _with_underscores(name: str) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
+    near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
@@ -423,7 +428,10 @@ def _call(make: Any, args: list[Any], keywords: dict[str, Any], text: str) -> An
     try:
         return make(*args, **keywords)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{text!r}: {error}") from None
+        said = str(error)
+        if METHODS.get(name) is make:  # tell of the method, not of a pruner in it
+            said = re.sub(r"^\w+\(\S*\): ", "", said).replace("as in (", f"as in {name}(")
+        raise ValueError(f"{text!r}: {said}") from None
     except Exception as error:  # a function of another module may raise anything
         raise ValueError(f"{text!r}: {name} raised {type(error).__name__}: {error}") from error
 
