@@ -42,6 +42,7 @@ def sparse(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_convert_writes_the_same_tensors(capsys, tmp_path):
     status, out, err = run(capsys, "convert", GOLDEN / "bert", "--to", tmp_path / "out")
     assert (status, err) == (0, "")

@@ -211,6 +211,7 @@ def test_a_decoder_sees_only_what_it_may(options):
     np.testing.assert_allclose(padded[:, :6], y[:, :6], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_window_ends():
     model = louder(MAKE["decoder"](**GEMMA | {"depth": 1, "local": (True,)}))
     y, changed = model(TOKENS), model(TOKENS.at[:, 2].set((TOKENS[:, 2] + 1) % 16))

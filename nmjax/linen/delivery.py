@@ -3,11 +3,11 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import jax
-from flax import linen as nn
+from flax import linen as nn, traverse_util
 
 from nmjax.linen.layer import Call
 from nmjax.linen.registry import Weight, weights_of
@@ -29,14 +29,12 @@ class Reached:
 
     Attributes:
       matrices: The parameters of two axes or more in one layer: path -> (shape, class of the module).
-      by_layer: The paths of the parameters of registered layers.
-      layers: The paths of the registered layers.
+      by_layer: The parameters of registered layers: path -> the path of the layer, as rules match it.
     """
 
     def __init__(self) -> None:
         self.matrices: dict[Path, tuple[tuple[int, ...], str]] = {}
-        self.by_layer: set[Path] = set()
-        self.layers: dict[str, None] = {}
+        self.by_layer: dict[Path, str] = {}
 
     def note(self, module: nn.Module) -> None:
         """Note the parameters of a module. The bias of a registered layer is left out.
@@ -52,16 +50,39 @@ class Reached:
                 found = tuple(leaves[0].shape), type(module).__name__
                 self.matrices.setdefault((*module.path, name), found)
 
+    def recall(self, model: nn.Module, earlier: "Reached") -> None:
+        """Note the parameters of modules that were not called, since nn.jit had compiled them, as ``earlier`` did."""
+        assert model.scope is not None
+        params = traverse_util.flatten_dict(model.scope.variables().get("params", {}))
+        unseen = {(*model.path, *path) for path in params} - {*self.matrices, *self.by_layer}
+        self.matrices |= {path: of for path, of in earlier.matrices.items() if path in unseen}
+        self.by_layer |= {path: of for path, of in earlier.by_layer.items() if path in unseen}
+
+    def keep(self, later: "Reached") -> None:
+        """Take the notes of a later call. They count where both have a parameter."""
+        for path in later.matrices:
+            self.by_layer.pop(path, None)
+        self.matrices |= later.matrices
+        self.by_layer |= later.by_layer
+
     def missed(self, recipe: Recipe) -> list[Missed]:
         """Return the matrices that a rule matches and no registered layer has."""
         left = {"/".join(path): v for path, v in self.matrices.items() if path not in self.by_layer}
         return [Missed(path, *v) for path, v in left.items() if recipe.of_parameter(path) != Sparsity()]
 
     @property
+    def layers(self) -> list[str]:
+        """The paths of the registered layers."""
+        return [*dict.fromkeys(self.by_layer.values())]
+
+    @property
     def paths(self) -> list[str]:
         """The paths that rules may match: of layers, of matrices outside them, and of their modules."""
         others = [path[:n] for path in self.matrices if path not in self.by_layer for n in range(len(path) + 1)]
         return [*self.layers, *dict.fromkeys("/".join(path) for path in others)]
+
+
+NOTES: dict[tuple[Recipe, int, bool], Reached] = {}  # what nn.jit has compiled under a recipe is not traced again
 
 
 class Delivery:
@@ -72,6 +93,7 @@ class Delivery:
         self.depth = 0
         self.running: list[tuple[nn.Module, tuple[Weight, ...], Path]] = []  # registered layers, and their copies
         self.reached = Reached()
+        self.earlier = NOTES.setdefault((recipe, seed, strict), Reached())
 
     def __call__(
         self, next_fun: Callable[..., Any], args: Any, options: Any, context: nn.module.InterceptorContext
@@ -81,28 +103,26 @@ class Delivery:
         # A method that Flax has lifted, as nn.scan does, has no name here. It calls the plain one.
         is_method = method != "setup" and callable(getattr(type(module), method, None)) and module.scope is not None
         outermost, self.depth = not self.depth and is_method, self.depth + 1
-        # A program that is compiled already, as by nn.jit, would not tell which parameters it has.
-        fresh = RECIPE(object()) if outermost and module.is_initializing() else nullcontext()
         try:
-            with fresh:
-                y = self._result(next_fun, args, options, module, method) if is_method else next_fun(*args, **options)
+            y = self._result(next_fun, args, options, module, method) if is_method else next_fun(*args, **options)
             if module.scope is not None and module.is_initializing():
                 self.reached.note(module)
                 if outermost:
+                    self.reached.recall(module, self.earlier)
                     self._report(module)
             return y
         finally:
             self.depth -= 1
             if not self.depth:
+                self.earlier.keep(self.reached)
                 self.reached = Reached()
 
     def _result(self, next_fun: Callable[..., Any], args: Any, options: Any, module: nn.Module, method: str) -> Any:
         weights = () if any(module is other for other, _, _ in self.running) else weights_of(module)
-        self.reached.by_layer |= {(*module.path, weight.name) for weight in weights}
+        self.reached.by_layer |= {(*module.path, weight.name): weight.path for weight in weights}
         if not weights:
             return next_fun(*args, **options)
         self._check_apart(module, weights)
-        self.reached.layers |= dict.fromkeys(weight.path for weight in weights)
         before = len(self.running)
         run = lambda copy: self.running.append((copy, weights, module.path))
         run(module)
@@ -144,8 +164,8 @@ class Delivery:
         self.recipe.check(self.reached.paths)
         if not self.reached.by_layer and any(sparsity != Sparsity() for _, sparsity in self.recipe.rules):
             raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
-        missed, layers = self.reached.missed(self.recipe), list(self.reached.layers)
-        report(missed, "nm.linen.register_layer", layers, self.strict, stacklevel=_frames_to_caller())
+        missed = self.reached.missed(self.recipe)
+        report(missed, "nm.linen.register_layer", self.reached.layers, self.strict, stacklevel=_frames_to_caller())
 
 
 def _frames_to_caller() -> int:

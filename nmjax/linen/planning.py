@@ -69,7 +69,7 @@ class Planner:
         if method == "setup" or module.scope is None or not callable(getattr(type(module), method, None)):
             return next_fun(*args, **options)
         weights = () if any(module is copy for copy in self.copies) else weights_of(module)
-        self.reached.by_layer.update((*module.path, weight.name) for weight in weights)
+        self.reached.by_layer |= {(*module.path, weight.name): weight.path for weight in weights}
         if not weights or module.is_initializing():
             y = next_fun(*args, **options)
             self.reached.note(module)
@@ -94,7 +94,6 @@ class Planner:
         weight, sparsity = uses.weight, self.recipe(uses.weight.path)
         new = Planned(len(self.planned), weight, uses.value.size, {}, [])
         row = self.planned.setdefault("/".join((*call.module.path, weight.name)), new)
-        self.reached.layers[weight.path] = None
         row.uses.update(dict.fromkeys((one.product.op, one.lhs, one.rhs) for one in uses.products))
         if sparsity != Sparsity() and (uses.products or call.method == "__call__"):
             try:

@@ -293,6 +293,7 @@ def test_a_plan_takes_a_recipe_only():
 # ---- what would be refused ----
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_divide_are_refused_as_training_refuses_them():
     """Three images of 7 x 7 are refused with the words of the error that a step of training raises."""
 

@@ -163,6 +163,7 @@ def test_pruned_zeros_stay_zeros(tmp_path):
     assert nm.checkpoints.verify(tmp_path / "target", 1, 2, every=r".*(q_proj|k_proj|up_proj)\.weight").holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "bert-classifier", "vit", "timm"])
 def test_a_new_head(kind, tmp_path):
     with pytest.raises(CheckpointError, match=r"has no head with 5 classes. Pass rngs"):

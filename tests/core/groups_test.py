@@ -139,6 +139,7 @@ def test_top_of_eight_bit_floats(n, m, dtype):
     np.testing.assert_array_equal(np.asarray(TOP(jnp.asarray(x), 1, n, m)), top_by_sorting(x, 1, n, m))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e5m2, np.float32], ids=str)
 @pytest.mark.parametrize("m", [2**15 - 1, 2**15, 2**15 + 1, 2**16, 2**17])
 def test_long_groups(m, dtype):
@@ -172,6 +173,7 @@ def test_top_of_any_floats(values, nm):
     np.testing.assert_array_equal(np.asarray(TOP(jnp.asarray(x), 0, n, m)), top_by_sorting(x, 0, n, m))
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.0, np.nan, np.inf]), min_size=24, max_size=24), st.integers(0, 4)
 )

@@ -225,6 +225,7 @@ MISTAKES = {  # config file -> words of a command, and what is said
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config_file", "words", "said"),
     [pytest.param(file, *row, id=f"{file} {row[0]}") for file, rows in MISTAKES.items() for row in rows],

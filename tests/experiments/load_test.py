@@ -141,6 +141,7 @@ def test_weights_are_those_that_the_evaluation_uses(trained, name):
     assert any((found["last"][path] != found["best"][path]).any() for path in found["last"])
 
 
+@pytest.mark.slow
 def test_a_run_of_several_devices_lies_on_one_and_starts_no_mesh(trained, monkeypatch):
     workdir = trained("averaged")
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **__: pytest.fail("a mesh"))
@@ -169,6 +170,7 @@ def test_a_run_of_several_devices_is_loaded_on_a_machine_of_one(trained):
 # ---- without the data ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["averaged", "text"])
 def test_the_data_set_is_not_needed(trained, name, monkeypatch):
     workdir = trained(name)
@@ -343,6 +345,7 @@ def test_tasks_record_what_their_models_are_made_with():
         assert json.loads(json.dumps(task.sizes)) == task.sizes
 
 
+@pytest.mark.slow
 def test_the_schedules_of_a_run_that_stopped_early_are_those_of_its_whole_length(trained):
     about = json.loads((trained("resnet") / "run.json").read_text())
     config = ConfigDict(json.loads((trained("resnet") / "config.json").read_text()))

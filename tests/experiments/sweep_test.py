@@ -175,6 +175,7 @@ def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypat
     assert [line["outcome"] for line in results(tmp_path)] == ["finished"]
 
 
+@pytest.mark.slow
 def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # narrower tables fold words
     words = words_of(tmp_path)

@@ -382,6 +382,46 @@ def test_parameters_outside_registered_layers_are_told_once():
     init({r"embed": "dense", r".*": STE})
 
 
+COMPILED_DENSE = nn.jit(nn.Dense)
+
+
+@nn.jit
+def compiled(model, x):
+    return x @ model.param("matrix", nn.initializers.lecun_normal(), (16, 16))
+
+
+class Compiled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return compiled(self, self.method(COMPILED_DENSE(16, name="layer")(x)))
+
+    @nn.jit
+    def method(self, x):
+        return Einsum((16, 16), name="inner")("bi,io->bo", nn.Dense(16, name="outer")(x))
+
+
+def test_programs_that_are_compiled_already_are_told_of_again_and_not_compiled_again():
+    def init(rules):
+        compiled_programs.clear()
+        with linen.sparsify(nm.Recipe(rules)), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            Compiled().init(jax.random.key(0), X)
+        return [str(w.message) for w in told], len(compiled_programs)
+
+    compiled_programs = []
+    note = lambda name, *_, **options: compiled_programs.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for rules in ({"outer": STE}, {r".*": STE}, {"layer": "dense", r"inner|outer|matrix": "dw_g=mvue(2,4)"}):
+            told, count = init(rules)
+            assert count > 0
+            assert init(rules) == (told, 0)
+            assert len(told) == (0 if "outer" in rules else 1)
+            assert all(line.startswith("  matrix (16, 16)") for line in "".join(told).splitlines()[1:2])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 def test_dir_lists_the_public_names():
     assert dir(nm.linen) == sorted(nm.linen.__all__, key=lambda name: (name[0].islower(), name))
     assert all(callable(getattr(nm.linen, name)) for name in dir(nm.linen))

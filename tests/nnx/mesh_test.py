@@ -125,6 +125,7 @@ def test_explicit_axes_of_data_and_model(text):
     assert result[0]["up"]["kernel"].sharding.is_equivalent_to(model.up.kernel.sharding, 2)
 
 
+@pytest.mark.slow
 def test_scales_of_sharded_weights():
     kernel = jax.random.normal(jax.random.key(0), (32, 64))
     mesh = jax.make_mesh((4,), ("d",))

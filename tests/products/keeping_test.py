@@ -53,6 +53,7 @@ def test_dw_is_that_of_operands_pruned_by_hand(text, shape):
     np.testing.assert_allclose(dw, by_hand(text, x, g, dims), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", SLOTS)
 def test_what_is_kept_has_the_bytes_of_the_packed_form(text):
     x, w = normal(0, 64, 32), normal(1, 32, 24)

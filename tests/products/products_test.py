@@ -407,6 +407,7 @@ def test_a_product_that_contracts_nothing_has_no_groups():
 BOTH = nm.Sparsity(dx_g=nm.mvue(2, 4), dw_g=nm.mvue(2, 4))
 
 
+@pytest.mark.slow
 def test_the_same_key_and_step_draw_the_same_noise():
     x, w, g = normal(0, 16, 16), normal(1, 16, 16), normal(2, 16, 16)
     first = of_matmul(x, w, g, BOTH, jax.random.key(5), 3)
@@ -750,6 +751,7 @@ def test_values_that_differ_are_traced_apart():
 # ---- state ----
 
 
+@pytest.mark.slow
 def test_fst_holds_its_mask_and_renews_it():
     transposable_of = lambda w: np.asarray(nm.transposable(2, 4).mask(w, 0))
     sparsity, every = nm.methods.fst(2, 4, every=3), 3

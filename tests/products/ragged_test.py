@@ -136,6 +136,7 @@ def test_sizes_of_any_integers_and_too_large_ones(dtype):
 # ---- nothing pruned: lax, bit for bit ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_an_empty_sparsity_is_lax(sizes, dtype):
@@ -255,6 +256,7 @@ def test_zeros_that_fill_a_group_add_no_bias(text):
     assert (away <= 5 * error + 1e-4).all()
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_groups():
     """Sorted tokens have no spatial axes, so SDGP takes the norm of each group. Its products are not whole numbers."""
     x, w, g = operands()
@@ -371,6 +373,7 @@ def test_a_wider_result_and_precision():
 # ---- what is said ----
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_fit_are_refused():
     x, w, _ = operands()
     sizes = jnp.array(SIZES["uneven"])

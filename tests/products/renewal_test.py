@@ -53,6 +53,7 @@ def in_transform(text, steps):
     return np.asarray(f({"w": jnp.ones((8, 4))}, jnp.eye(8), state=state)) > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delivered", [in_nnx, in_linen, in_transform])
 @pytest.mark.parametrize(
     ("text", "steps", "renewed"),

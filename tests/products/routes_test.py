@@ -498,6 +498,7 @@ def test_choices_are_made_once():
 # ---- the plan ----
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_device_that_is_not_there():
     recipe = nm.Recipe(((".*", "ste(2,4)"),), backend="pallas")
     model = nm.nnx.sparsify(nnx.Linear(4096, 4096, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), recipe)

@@ -84,6 +84,7 @@ def test_the_product_multiplies_fewer_rows(text):
     assert few[at] * m == dense[at] * n
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", ["dw_g=rows(mvue(1,4))", "dw_x=rows(mvue(2,4))", "dx_g=rows(mse(1,2))",
                                   "y_w=ste(rows(mse(1,2)))", "dw_g=rows(mvue(1,4),by='both')"])  # fmt: skip
 @pytest.mark.parametrize(
@@ -189,6 +190,7 @@ LAYOUTS = {"tokens": (P("d"), P(), P("d")), "in": (P(None, "d"), P("d"), P()), "
 RESULT = {"tokens": P("d", None), "in": P(None, None), "out": P(None, "d")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(

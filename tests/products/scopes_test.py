@@ -118,6 +118,7 @@ def test_flax_linen_names_layers_itself():
     assert all(named(names, "layers_0", slot) for slot in SLOTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["s_ste(2,4)", "bdwp(2,4)", "s_ste(fp8=True)"])
 def test_packing_for_kernels_is_named_as_its_slots(text):
     sparsity = nm.parse(text)

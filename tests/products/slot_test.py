@@ -104,6 +104,7 @@ def test_the_core_reads_the_key_and_the_state_that_a_call_gives_it(row):
     np.testing.assert_array_equal(row.core(x, 0, slot.core_context(ctx)), whole)
 
 
+@pytest.mark.slow
 def test_storage_rounds_by_the_key_that_a_chain_would_give_it():
     slot = as_slot("dw_g", nm.chain(mvue, random8))
     ctx = nm.Ctx(key=nm.random.words(3), step=2)

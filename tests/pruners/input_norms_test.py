@@ -18,6 +18,7 @@ def test_prune_is_the_call_of_the_pruner(p):
     np.testing.assert_array_equal(nm.prune(p, W, axis=2, state=NORMS), p(W, 2, nm.Ctx(state=NORMS)))
 
 
+@pytest.mark.slow
 def test_ria_by_its_formula():
     size = jnp.abs(W)
     share = size / size.sum(2, keepdims=True) + size / size.sum((0, 1, 3), keepdims=True)

@@ -48,6 +48,7 @@ def test_norms_show_what_is_not_finite_and_what_overflows():
     assert np.isnan([found[0], found[3]]).all()
 
 
+@pytest.mark.slow
 def test_mse_keeps_the_longest_rows_as_they_are():
     x = normal(0, 8, 6)
     length = np.linalg.norm(np.asarray(x), axis=1).reshape(2, 4)

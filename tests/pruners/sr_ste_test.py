@@ -37,6 +37,7 @@ def test_what_is_neither_a_number_nor_a_schedule_is_refused(lam):
         nm.sr_ste(nm.mse(2, 4), lam)
 
 
+@pytest.mark.slow
 def test_a_model_follows_the_schedule_in_one_compilation():
     model = nnx.Linear(4, 1, use_bias=False, kernel_init=lambda *_: W[:, None], rngs=nnx.Rngs(0))
     model = nm.nnx.sparsify(model, nm.Recipe({".*": "sr_ste(2,4,linear(0,0.1,500))"}))

@@ -92,6 +92,7 @@ def test_what_tune_writes_is_what_products_choose(monkeypatch, fake, own):
     assert table.rows[repr(shape)][2:] == [2.0, "2, 0 refused", repr(varied)]
 
 
+@pytest.mark.slow
 def test_wrong_and_broken_configs_are_refused(monkeypatch, fake):
     """The kernels are faked: XLA's product, which is wrong for one config and raises for another."""
 

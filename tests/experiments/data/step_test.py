@@ -52,6 +52,7 @@ def test_every_epoch_is_a_permutation(n):
     assert np.asarray(index)[some].tolist() == [order_in_integers(3, int(p) // n, int(p) % n, n) for p in some]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "n"), [(7, 10), (25, 10), (64, 1437)])
 def test_batches_tile_the_run(batch, n):
     steps = 12
@@ -158,6 +159,7 @@ def test_flip_mirrors_half():
     assert abs((mirrored & ~same).sum() - 2000) < 4 * np.sqrt(1000)
 
 
+@pytest.mark.slow
 def test_mixup():
     """One lambda for images and targets, of Beta's mean and variance, 1/2 and 1 / (4 (2 alpha + 1))."""
     alpha = 0.2

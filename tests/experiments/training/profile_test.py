@@ -67,6 +67,7 @@ def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     assert not (runs[0] / "profile").exists()
 
 
+@pytest.mark.slow
 def test_the_breakdown_covers_the_whole_step(runs):
     found = json.loads((runs[1] / "profile" / "breakdown.json").read_text())
     assert (found["first"], found["steps"], found["devices"]) == (5, 3, jax.local_device_count())

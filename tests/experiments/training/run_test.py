@@ -199,6 +199,7 @@ def test_hardened_weights_are_scored_beside_those_in_training():
     np.testing.assert_allclose(found["loss"], found["hardened_loss"], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, 0, 7, 100, 255])
 def test_moments_are_exact_of_many_images(value):
     """A channel that is constant has a deviation of one."""
