@@ -28,6 +28,6 @@ def fused(
     >>> fused(jax.nn.gelu, layer, jnp.ones((4, 8))).shape
     (4, 16)
     """
-    site = getattr(layer, "nm_state", None)  # of a sparse layer: a `nmjax.nnx.SparsityState`
-    through = getattr(site, "activated", None)
+    state = getattr(layer, "nm_state", None)  # of a sparse layer: a `nmjax.nnx.SparsityState`
+    through = getattr(state, "activated", None)
     return activation(layer(x)) if through is None else through(activation, layer, x)

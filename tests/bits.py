@@ -392,7 +392,7 @@ def delivery(found: Found) -> None:
 
 
 def _step_of(model):
-    """Return a compiled step that gives all that a model tells. What its sites hold is recorded without names."""
+    """Return a compiled step that gives all that a model tells. What its states hold is recorded without names."""
     graph, state = nnx.split(model)
 
     @jax.jit

@@ -169,9 +169,9 @@ class Nnx(Way):
     def call(self, w, state, x):
         return self.model(w, state)(x)
 
-    def site(self, state):
-        site = self.model(jnp.ones(self.layer.w), state).layer.nm_state
-        return site.words, {name: v[...] for name, v in site.state.items()} if site.state else None
+    def words_and_state(self, state):
+        held = self.model(jnp.ones(self.layer.w), state).layer.nm_state
+        return held.words, {name: v[...] for name, v in held.state.items()} if held.state else None
 
     def harden(self, w, state):
         hard = nm.nnx.harden(self.model(w, state))
@@ -238,9 +238,9 @@ class Linen(Way):
     def call(self, w, state, x):
         return self.apply(self.variables(w, state), x)
 
-    def site(self, state):
-        site = nn.unbox(state)["layer"]["kernel"]
-        return site.words, site.state
+    def words_and_state(self, state):
+        variable = nn.unbox(state)["layer"]["kernel"]
+        return variable.words, variable.state
 
     def harden(self, w, state):
         hard = linen.harden(self.variables(w, state))
@@ -272,7 +272,7 @@ class Tree(Way):
     def call(self, w, state, x):
         return self.sparse({"layer": w}, x, state=state)
 
-    def site(self, state):
+    def words_and_state(self, state):
         return state["layer"].words, state["layer"].state
 
     def harden(self, w, state):
@@ -355,7 +355,7 @@ def test_the_noise_words_are_of_seed_and_path(way):
     words = []
     for seed in (SEED, SEED + 1):
         made = WAYS[way](layer, "mvue(2,4)", seed)
-        words.append(tuple(np.ravel(made.site(made.init(w, x))[0][...]).tolist()))
+        words.append(tuple(np.ravel(made.words_and_state(made.init(w, x))[0][...]).tolist()))
     assert words[0] == WORDS != words[1]
 
 
@@ -399,7 +399,7 @@ def test_held_masks_change_at_their_steps_and_not_by_accumulation(way, text):
         w = normal(100 + step, *layer.w)
         for micro in range(2):
             state = set_step(w, state, step, micro)
-            masks.append(np.asarray(made.site(state)[1]["y_w"]))
+            masks.append(np.asarray(made.words_and_state(state)[1]["y_w"]))
         assert np.array_equal(masks[-1], masks[-2])
         if step and not np.array_equal(masks[-1], masks[-3]):
             changes.append(step)

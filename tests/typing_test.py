@@ -26,9 +26,9 @@ def on_linen(variables: dict[str, Any], frozen: FrozenDict[str, Any]) -> None:
     assert_type(nm.linen.harden(frozen), FrozenDict[str, Any])
 
 def on_functions(f: nm.transform, params: list[jax.Array]) -> None:
-    sites = f.init(params, jnp.ones(4))
-    assert_type(f.set_step(params, sites, 1), dict[str, WeightState])
-    assert_type(f.harden(params, sites), tuple[list[jax.Array], dict[str, WeightState]])
+    state = f.init(params, jnp.ones(4))
+    assert_type(f.set_step(params, state, 1), dict[str, WeightState])
+    assert_type(f.harden(params, state), tuple[list[jax.Array], dict[str, WeightState]])
 
 def on_values(texts: dict[str, str], values: dict[str, nm.Sparsity], pairs: list[tuple[str, str]]) -> None:
     nm.Recipe(texts), nm.Recipe(values), nm.Recipe(pairs)

@@ -204,9 +204,9 @@ def _cut_states(model: nnx.Module, kernels: Mapping[str, tuple[str | None, ...]]
     """Cut what a sparse layer holds as its kernel is cut, along the axes of the same size."""
     paths, cuts = {id(node): path for path, node in nnx.iter_graph(model)}, {}
     for layer in layers(model):
-        held = [] if layer.site is None else nnx.to_flat_state(nnx.state(layer.site))
+        held = [] if layer.state is None else nnx.to_flat_state(nnx.state(layer.state))
         for path, value in held:
             axes = zip(value.get_value().shape, layer.kernel.shape, kernels[layer.kernel_path], strict=False)
-            name = "/".join(map(str, (*paths[id(layer.site)], *path)))
+            name = "/".join(map(str, (*paths[id(layer.state)], *path)))
             cuts[name] = tuple(cut if own == size else None for own, size, cut in axes)
     return cuts

@@ -141,10 +141,10 @@ class Delivery:
                 uses = {name: one for name, one in uses.items() if one.products}
         elif not all(call.module.has_variable("params", weight.name) for weight in call.weights):
             return next_fun(*call.args, **call.options)
-        sites = call.sites(uses, self.recipe, self.seed)
-        if all(site.sparsity == Sparsity() for site in sites.values()):
+        variables = call.variables(uses, self.recipe, self.seed)
+        if all(variable.sparsity == Sparsity() for variable in variables.values()):
             return made if initializing else next_fun(*call.args, **call.options)
-        return call.pruned(sites, self.recipe.backend, initializing)
+        return call.pruned(variables, self.recipe.backend, initializing)
 
     def _check_apart(self, module: nn.Module, weights: tuple[Weight, ...]) -> None:
         """Refuse a parameter of two registered layers: its own, and one around that."""

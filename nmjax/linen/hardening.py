@@ -43,7 +43,7 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
     [3 0]
     """
     now = moment(step, micro)
-    return _with_layers(variables, lambda layer: (layer.site.at(layer.value, now), layer.weight))
+    return _with_layers(variables, lambda layer: (layer.state.at(layer.value, now), layer.weight))
 
 
 def reset_state(variables: Variables) -> Variables:
@@ -60,7 +60,7 @@ def reset_state(variables: Variables) -> Variables:
     >>> print(nm.linen.reset_state(variables)["nm"]["kernel"].state["y_w"].ravel())
     [2.2]
     """
-    return _with_layers(variables, lambda layer: (layer.site.renewed(layer.value), layer.weight))
+    return _with_layers(variables, lambda layer: (layer.state.renewed(layer.value), layer.weight))
 
 
 def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, **options: Any) -> Variables:
@@ -100,9 +100,9 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
     found: list[Unfinished] = []
 
     def hard(layer: SparseWeight) -> tuple[WeightState, jax.Array]:
-        final, site = layer.site.hardened(layer.value)
-        found.append(layer.site.unfinished(layer.value, final))
-        return site, layer.back(final)
+        final, state = layer.state.hardened(layer.value)
+        found.append(layer.state.unfinished(layer.value, final))
+        return state, layer.back(final)
 
     hardened = _with_layers(variables, hard)
     warn_unfinished(found, stacklevel=3)
@@ -123,7 +123,7 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
     ('layers_0',)
     """
     is_state = lambda v: isinstance(v, StateVariable)
-    return tuple(site.origin.path for site in jax.tree.leaves(variables.get("nm"), is_leaf=is_state))
+    return tuple(variable.origin.path for variable in jax.tree.leaves(variables.get("nm"), is_leaf=is_state))
 
 
 def _with_layers(variables: Variables, change: Callable[[SparseWeight], tuple[WeightState, jax.Array]]) -> Variables:
@@ -132,8 +132,8 @@ def _with_layers(variables: Variables, change: Callable[[SparseWeight], tuple[We
     for layer in sparse_weights(variables):
         if layer.variable.sparsity == Sparsity():
             continue
-        site, weight = change(layer)
-        by_name[layer.name] = layer.variable.holding(site)
+        state, weight = change(layer)
+        by_name[layer.name] = layer.variable.holding(state)
         by_name[layer.where] = meta.replace_boxed(by_name[layer.where], weight)
     return tree.unflatten(by_name.values())
 
@@ -215,7 +215,7 @@ def masks(variables: Mapping[str, Any]) -> Any:
     ((8, 4), 16, True)
     """
     sparse = [one for one in sparse_weights(variables) if one.variable.sparsity.y_w != identity]
-    made = {layer.where: layer.back(layer.site.mask(layer.value)) for layer in sparse}
+    made = {layer.where: layer.back(layer.state.mask(layer.value)) for layer in sparse}
     by_name, tree = leaves({"params": variables["params"]})
     values = [meta.replace_boxed(v, made.get(name, jnp.array(True))) for name, v in by_name.items()]
     return tree.unflatten(values)["params"]
@@ -239,5 +239,5 @@ def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.linen.scales(nm.linen.reset_state(variables))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path = {layer.path: layer.site.scale for layer in sparse_weights(variables)}
+    by_path = {layer.path: layer.state.scale for layer in sparse_weights(variables)}
     return {path: scale for path, scale in by_path.items() if scale is not None}

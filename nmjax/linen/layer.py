@@ -10,7 +10,7 @@ from flax.core.scope import subtract_filters
 
 from nmjax.analysis.refusals import fitting_all
 from nmjax.linen.registry import Weight
-from nmjax.linen.variables import StateVariable, WeightOrigin, named, site_of
+from nmjax.linen.variables import StateVariable, WeightOrigin, named, variable_of
 from nmjax.products import rule
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
@@ -75,8 +75,8 @@ class Uses(NamedTuple):
             )
         (operand, steps), others = layouts[0], tuple(dict.fromkeys(self.others))
         fitted = fitting_all(sparsity, [one.use() for one in self.products], tokens_known=False)[0]
-        site = Origin(Parameter(self.weight.path, steps), operand, fitted, elsewhere=others)
-        return WeightOrigin(site, sparsity, seed, shape)
+        origin = Origin(Parameter(self.weight.path, steps), operand, fitted, elsewhere=others)
+        return WeightOrigin(origin, sparsity, seed, shape)
 
 
 class Call(NamedTuple):
@@ -131,7 +131,7 @@ class Call(NamedTuple):
         jax.eval_shape(lambda: self._run(rewriter, {}, initializing=True) and None)
         return found
 
-    def sites(self, uses: Mapping[str, Uses] | None, recipe: Recipe, seed: int) -> dict[str, StateVariable]:
+    def variables(self, uses: Mapping[str, Uses] | None, recipe: Recipe, seed: int) -> dict[str, StateVariable]:
         """Return the variables of the weights, by their names. Make them if the model is initializing.
 
         Args:
@@ -145,57 +145,57 @@ class Call(NamedTuple):
             sparsity = recipe(weight.path)
             with named(weight.path):
                 if uses is None:
-                    site = Origin(Parameter(weight.path, ()), Operand((), (), ()), sparsity)
-                    origin = WeightOrigin(site, sparsity, seed)
+                    unknown = Origin(Parameter(weight.path, ()), Operand((), (), ()), sparsity)
+                    origin = WeightOrigin(unknown, sparsity, seed)
                 elif weight.name not in uses or (sparsity == Sparsity() and not uses[weight.name].has_one_layout):
                     continue  # the call does not multiply by it, or there is nothing to prune and no pattern to know
                 else:
                     origin = uses[weight.name].origin(sparsity, seed)
-                made[weight.name] = site_of(self.scope, weight.name, origin, values[weight.name], recipe)
+                made[weight.name] = variable_of(self.scope, weight.name, origin, values[weight.name], recipe)
         return made
 
-    def pruned(self, sites: Mapping[str, StateVariable], backend: str, initializing: bool) -> Any:
+    def pruned(self, variables: Mapping[str, StateVariable], backend: str, initializing: bool) -> Any:
         """Return the result of the call with pruned products.
 
         Args:
-          sites: The variables of the weights.
+          variables: What `variables` returned.
           backend: The backend, as in `Recipe`.
           initializing: True if the layer has run already, to make its parameters.
         """
         own: dict[str, Any] = {}
-        for name, site in sites.items():
-            with named(site.origin.path):
-                own[name] = site.of_one_layer.arrays
+        for name, variable in variables.items():
+            with named(variable.origin.path):
+                own[name] = variable.of_one_layer.arrays
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             name = product.parameter.path
-            site, path = sites[name], sites[name].origin.path
-            if site.sparsity == Sparsity():
+            variable, path = variables[name], variables[name].origin.path
+            if variable.sparsity == Sparsity():
                 return None
             refusal = product.refusal(w)
             if refusal is not None:
                 raise ValueError(f"{path or 'the model'}: {refusal}. Take the derivative outside the layer.")
-            made_for, (operand, steps) = site.origin.weight, _layout(ShapedProduct.of(product, x, w))
-            if site.origin.shape and (made_for.operand, moves(made_for.parameter.steps)) != (operand, moves(steps)):
+            made_for, (operand, steps) = variable.origin.weight, _layout(ShapedProduct.of(product, x, w))
+            if variable.origin.shape and (made_for.operand, moves(made_for.parameter.steps)) != (operand, moves(steps)):
                 raise ValueError(
-                    f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "
-                    "axes than the call in init did. It has no single pattern, so leave the layer dense: "
+                    f"{path or 'the model'}: this call multiplies by {name} of shape {variable.origin.shape} along "
+                    "other axes than the call in init did. It has no single pattern, so leave the layer dense: "
                     f'(r"{path}", "dense").'
                 )
             of, ctx = path or "the layer", context(*arrays)
-            return rule.bilinear(product.op, x, w, site.sparsity, ctx, backend, name=of, extra=product.extra)
+            return rule.bilinear(product.op, x, w, variable.sparsity, ctx, backend, name=of, extra=product.extra)
 
         return self.computed(Rewriter(compute, lambda parameter, name: None), own, initializing)
 
-    def computed(self, rewriter: Rewriter, sites: Mapping[str, Any], initializing: bool = False) -> Any:
+    def computed(self, rewriter: Rewriter, states: Mapping[str, Any], initializing: bool = False) -> Any:
         """Return the result of the call with other products. Variables that the layer writes are written.
 
         Args:
           rewriter: What stands in the place of products with the weights.
-          sites: The arrays of the weights, by their names.
+          states: The arrays of the weights' states, by the names of the weights.
           initializing: As in `pruned`.
         """
-        y, written = self._run(rewriter, sites, initializing)
+        y, written = self._run(rewriter, states, initializing)
         if initializing:
             return y  # the layer's own call has written them
         for collection, variables in written.items():
@@ -204,7 +204,7 @@ class Call(NamedTuple):
                     self.scope.put_variable(collection, name, value)
         return y
 
-    def _run(self, rewriter: Rewriter, sites: Mapping[str, Any], initializing: bool) -> tuple[Any, Any]:
+    def _run(self, rewriter: Rewriter, states: Mapping[str, Any], initializing: bool) -> tuple[Any, Any]:
         """Return the result of a copy of the layer, and the variables that it may write."""
         scope = self.scope
         frozen: Any = scope.variables()
@@ -223,7 +223,7 @@ class Call(NamedTuple):
             self.inside(copy)
             return getattr(copy, self.method)(*args, **options), inner.mutable_variables()
 
-        return run(call, self.values(), self.args, self.options, rewriter, sites)
+        return run(call, self.values(), self.args, self.options, rewriter, states)
 
 
 def _shapes(v: Any) -> Any:

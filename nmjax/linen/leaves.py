@@ -72,9 +72,9 @@ class SparseWeight(NamedTuple):
         """Refuse a weight that is missing, or not stacked as its variable is."""
         if self.weight is None:
             raise ValueError(f"{self.weight_path} is missing from 'params'. Pass the parameters of the whole model.")
-        site, shape = self.variable, self.variable.origin.shape
-        if self.weight.ndim != len(shape + site.stack) or site.unstacked(self.weight.shape)[1] != shape:
-            stacked = f"{shape} stacked along {site.stack or 'no axis'}"
+        variable, shape = self.variable, self.variable.origin.shape
+        if self.weight.ndim != len(shape + variable.stack) or variable.unstacked(self.weight.shape)[1] != shape:
+            stacked = f"{shape} stacked along {variable.stack or 'no axis'}"
             raise ValueError(f"its weight has shape {self.weight.shape}, but 'nm' is for {stacked}. {PASS_NM}")
 
     @property
@@ -84,15 +84,15 @@ class SparseWeight(NamedTuple):
         return first(self.weight, self.variable.axes)
 
     @property
-    def site(self) -> WeightState:
+    def state(self) -> WeightState:
         """The state of the weight."""
         with named(self.path):
-            return self.variable.site
+            return self.variable.weight_state
 
     @property
     def before(self) -> WeightState:
         """The state of the weight with what its layer pruned before it was hardened."""
-        return WeightState(self.site.origin._replace(sparsity=self.variable.origin.weight.sparsity))
+        return WeightState(self.state.origin._replace(sparsity=self.variable.origin.weight.sparsity))
 
     def back(self, weight: jax.Array) -> jax.Array:
         """Return a weight as it is stored, given one like `value`."""

@@ -32,7 +32,7 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
     0.5
     """
     sparse = [one for one in sparse_weights(variables) if one.variable.sparsity.y_w != identity]
-    return {layer.path: layer.site.measure(layer.value) for layer in sparse}
+    return {layer.path: layer.state.measure(layer.value) for layer in sparse}
 
 
 def gradient_errors(
@@ -68,7 +68,7 @@ def gradient_errors(
     layers = [one for one in sparse_weights(variables) if one.variable.sparsity != Sparsity()]
 
     def gradients(change: Callable[[WeightState], WeightState]) -> dict[str, jax.Array]:
-        changed = lambda v: v.holding(change(v.site)) if isinstance(v, StateVariable) else v
+        changed = lambda v: v.holding(change(v.weight_state)) if isinstance(v, StateVariable) else v
         nm = jax.tree.map(changed, variables["nm"], is_leaf=lambda v: isinstance(v, StateVariable))
         of = lambda params: loss({**variables, "params": params, "nm": nm}, *args)
         found, _ = leaves({"params": jax.grad(of)(variables["params"])})

@@ -75,7 +75,7 @@ class StateVariable(struct.PyTreeNode):
         return tuple(own.pop(axis) for axis in self.stack)
 
     @property
-    def site(self) -> WeightState:
+    def weight_state(self) -> WeightState:
         """The state, without padding.
 
         Raises:
@@ -94,13 +94,13 @@ class StateVariable(struct.PyTreeNode):
     @property
     def of_one_layer(self) -> WeightState:
         """The state of the layer that is called. A stack that was sliced by hand is not told of it."""
-        return self.replace(stack=()).site
+        return self.replace(stack=()).weight_state
 
-    def holding(self, site: WeightState) -> "StateVariable":
+    def holding(self, weight_state: WeightState) -> "StateVariable":
         """Return the variable with what a state prunes, and with its arrays."""
         rank = len(self.origin.shape)
-        words, time, state = jax.tree.map(lambda v: stored(v, self.axes, rank), site.arrays)
-        return self.replace(sparsity=site.origin.sparsity, words=words, time=time, state=state)
+        words, time, state = jax.tree.map(lambda v: stored(v, self.axes, rank), weight_state.arrays)
+        return self.replace(sparsity=weight_state.origin.sparsity, words=words, time=time, state=state)
 
     def unstacked(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of the stacking axes of an array, and the shape of one layer's array."""
@@ -122,14 +122,14 @@ class Box(StateVariable, meta.AxisMetadata[StateVariable]):
     def add_axis(self, index: int, params: Any) -> "Box":
         """Return the variable of a stack along a new axis, with noise of its own for every layer."""
         del params
-        site = self.replace(stack=(index, *self.stack))
+        stacked = self.replace(stack=(index, *self.stack))
         if self.words is None:
-            return site
-        sizes, one = site.unstacked(self.words.shape)
+            return stacked
+        sizes, one = stacked.unstacked(self.words.shape)
         words = states.noise_words(self.origin.seed, self.origin.path, sizes).reshape(*sizes, *one)
-        for depth, axis in reversed([*enumerate(site.stack)]):
+        for depth, axis in reversed([*enumerate(stacked.stack)]):
             words = jnp.moveaxis(words, depth, depth + groups.position(words.ndim - depth, axis))
-        return site.replace(words=words)
+        return stacked.replace(words=words)
 
     def remove_axis(self, index: int, params: Any) -> "Box":
         """Return the variable of one slice of a stack."""
@@ -152,7 +152,7 @@ def named(path: str) -> Iterator[None]:
         raise kind(f"{path or 'the layer'}: {error}") from error
 
 
-def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> StateVariable:
+def variable_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: Recipe) -> StateVariable:
     """Return the variable of a layer. Make it if the model is initializing.
 
     Args:
@@ -179,23 +179,23 @@ def site_of(scope: Scope, name: str, origin: WeightOrigin, weight: Any, recipe: 
         if not scope.is_mutable_collection("nm"):
             raise ValueError(f"init cannot make its variable in the collection 'nm'. {PASS_NM}")
         scope.put_variable("nm", name, _new(scope.push(f"nm {name}", reuse=True), origin, weight))
-    site = meta.unbox(scope.get_variable("nm", name))
-    before, now = (site.origin.asked, site.origin.seed), (recipe(site.origin.path), origin.seed)
+    variable = meta.unbox(scope.get_variable("nm", name))
+    before, now = (variable.origin.asked, variable.origin.seed), (recipe(variable.origin.path), origin.seed)
     if before != now:
         raise ValueError(
             f"its variable in 'nm' was made for {before[0]} with seed {before[1]}, and the model has {now[0]} with "
             f"seed {now[1]}. Make it again: reset_state({{'params': params, 'nm': model.init(key, x)['nm']}})."
         )
-    return site
+    return variable
 
 
 def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array) -> StateVariable:
     """Return a new variable of one layer. What it draws is drawn in a scope of its own."""
-    site = WeightState.new(origin.weight, weight, origin.seed)
+    weight_state = WeightState.new(origin.weight, weight, origin.seed)
     if states.has_state(origin.weight.sparsity):
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
         # all of them would get the same state.
-        key = None if site.words is None else random.words(scope.make_rng("params"))
-        site = replace(site, state=WeightState(origin.weight, key).renewed(weight).state)
-    ranks = tuple(v.ndim for v in jax.tree.leaves(site.arrays))
-    return Box(origin._replace(ranks=ranks), origin.weight.sparsity).holding(site)
+        key = None if weight_state.words is None else random.words(scope.make_rng("params"))
+        weight_state = replace(weight_state, state=WeightState(origin.weight, key).renewed(weight).state)
+    ranks = tuple(v.ndim for v in jax.tree.leaves(weight_state.arrays))
+    return Box(origin._replace(ranks=ranks), origin.weight.sparsity).holding(weight_state)

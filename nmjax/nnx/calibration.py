@@ -182,8 +182,8 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
     >>> nm.nnx.harden(model).kernel[...].ravel().tolist()
     [1.0, 0.0, 0.0, -4.0]
     """
-    sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
-    chosen = {path: site for path, site in sites.items() if needs_norms(site.sparsity.y_w)}
+    sparse = [(layer.path, layer.state) for layer in layers(model) if layer.state is not None]
+    chosen = {path: weight_state for path, weight_state in sparse if needs_norms(weight_state.sparsity.y_w)}
     if not chosen:
         raise ValueError("set_norms: no layer prunes its weight by norms. Write y_w=ste(wanda(2,4)) in the recipe.")
     missing = [path for path in chosen if path not in inputs]
@@ -193,9 +193,10 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
             f"set_norms: inputs has no statistics of {shown}. Calibrate these layers too: "
             "nm.nnx.calibrate(model, batches) before sparsify."
         )
-    for path, site in chosen.items():
+    for path, weight_state in chosen.items():
         norms = np.sqrt(inputs[path].squares)
-        holders = jax.tree.leaves(slot_state(site.state, "y_w"), is_leaf=lambda v: isinstance(v, SparsityVariable))
+        kept = slot_state(weight_state.state, "y_w")
+        holders = jax.tree.leaves(kept, is_leaf=lambda v: isinstance(v, SparsityVariable))
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if not holders:
             raise ValueError(

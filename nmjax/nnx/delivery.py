@@ -143,23 +143,23 @@ def put_state(
       axes: The stacking axes of the weight, if the caller named them.
     """
     if sparsity == Sparsity():
-        if layer.site is not None:
+        if layer.state is not None:
             layer.put(None)
         return
     stack = axes if axes in layer.stacks else layer.stack
     origin = layer.origin._replace(sparsity=sparsity)
-    site = SparsityState(origin, backend, layer.rank, stack, layer.product)
-    layer.put(site)
+    weight_state = SparsityState(origin, backend, layer.rank, stack, layer.product)
+    layer.put(weight_state)
     made = states.WeightState.new(stacked(layer, origin), shape(layer), seed)
     variable = lambda v, state: _variable(layer, states.stored(v, stack, layer.rank), state)
     if made.words is not None:
-        site.words = nnx.data(variable(made.words, state=False))
+        weight_state.words = nnx.data(variable(made.words, state=False))
     if made.time is not None:
-        site.time = nnx.data(variable(made.time, state=False))
+        weight_state.time = nnx.data(variable(made.time, state=False))
     if states.has_state(sparsity):
         state = read(layer).renewed(value(layer)).state
-        site.ranks = tuple(v.ndim - len(stack) for v in jax.tree.leaves(state))
-        site.state = nnx.data(jax.tree.map(partial(variable, state=True), state))
+        weight_state.ranks = tuple(v.ndim - len(stack) for v in jax.tree.leaves(state))
+        weight_state.state = nnx.data(jax.tree.map(partial(variable, state=True), state))
 
 
 def _variable(layer: Layer, value: jax.Array, state: bool) -> SparsityVariable:
@@ -213,11 +213,11 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
     (8, 4)
     """
     now = states.moment(step, micro)
-    for layer, site in _with_state(model):
-        check_phase(site, step)
+    for layer, weight_state in _with_state(model):
+        check_phase(weight_state, step)
         try:
-            with jax.named_scope(site.name):
-                weight = None if site.state is None else value(layer)
+            with jax.named_scope(weight_state.name):
+                weight = None if weight_state.state is None else value(layer)
                 store(layer, read(layer).at(weight, now, since))
         except errors.TraceContextError as error:
             raise ValueError(
@@ -247,8 +247,8 @@ def reset_state(model: Model) -> Model:
     >>> nm.nnx.scales(model)
     {'': Array(2.2, dtype=float32)}
     """
-    for layer, site in _with_state(model):
-        if site.state is not None:
+    for layer, weight_state in _with_state(model):
+        if weight_state.state is not None:
             store(layer, read(layer).renewed(value(layer)))
     return model
 
@@ -268,22 +268,22 @@ def reseed(model: Any, seed: Any) -> None:
     >>> bool((model.nm_state.words[...] == before).any())
     False
     """
-    for layer, site in _with_state(model):
-        if site.words is not None:
+    for layer, state in _with_state(model):
+        if state.words is not None:
             sizes = tuple(layer.kernel.shape[a] for a in layer.stack)
-            write(site.words, states.stored(states.noise_words(seed, layer.path, sizes), layer.stack, layer.rank))
+            write(state.words, states.stored(states.noise_words(seed, layer.path, sizes), layer.stack, layer.rank))
 
 
 def _with_state(model: Any) -> list[tuple[Layer, SparsityState]]:
-    return [(layer, layer.site) for layer in layers(model) if layer.site is not None]
+    return [(layer, layer.state) for layer in layers(model) if layer.state is not None]
 
 
 def store(layer: Layer, new: states.WeightState) -> None:
     """Write time and state of a layer's state, and what the layer prunes."""
-    site = layer.site
-    assert site is not None
-    if new.origin.sparsity != site.sparsity:
-        site.origin = nnx.static(site.origin._replace(sparsity=new.origin.sparsity))
-    variables = [v for v in (site.time, *site.variables) if v is not None]
+    weight_state = layer.state
+    assert weight_state is not None
+    if new.origin.sparsity != weight_state.sparsity:
+        weight_state.origin = nnx.static(weight_state.origin._replace(sparsity=new.origin.sparsity))
+    variables = [v for v in (weight_state.time, *weight_state.variables) if v is not None]
     for variable, v in zip(variables, jax.tree.leaves((new.time, new.state)), strict=True):
         write(variable, states.stored(v, layer.stack, layer.rank))

@@ -82,7 +82,7 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
 def _check_methods(model: Any) -> None:
     """Refuse weights of declared layers that another method of their class names, because no call was looked at."""
     for layer in layers(model):
-        others = layer.other_readers if layer.site is not None and layer.sparsity.y_w != identity else []
+        others = layer.other_readers if layer.state is not None and layer.sparsity.y_w != identity else []
         if others:
             raise ValueError(
                 f"{layer.path or 'the model'}: y_w={layer.sparsity.y_w} prunes {layer.weight_name} of shape "
@@ -98,21 +98,21 @@ def harden_without_warning(model: Model) -> tuple[Model, list[states.Unfinished]
     users, done = users_of(hard), set()
     found: list[states.Unfinished] = []
     for layer in layers(hard):
-        if layer.site is None:
+        if layer.state is None:
             continue
-        site, kernel, pattern = read(layer), layer.kernel, _pattern(layer)
-        p, rest = site.form(shape(layer))
+        state, kernel, pattern = read(layer), layer.kernel, _pattern(layer)
+        p, rest = state.form(shape(layer))
         if p == identity or id(kernel) in done:
-            found.append(([], (layer.path, states.inputs_unfinished(layer.sparsity, site.time))))
+            found.append(([], (layer.path, states.inputs_unfinished(layer.sparsity, state.time))))
         else:
             _check_shared(layer, users[id(kernel)])
             weight = value(layer)
-            final, _ = site.hardened(weight)
-            found.append(site.unfinished(weight, final))
+            final, _ = state.hardened(weight)
+            found.append(state.unfinished(weight, final))
             write(kernel, back(layer, final).astype(kernel.dtype))
             done.add(id(kernel))
             layer.drop_mask()
-        put_state(layer, rest, layer.site.backend, 0, layer.stack)
+        put_state(layer, rest, layer.state.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
     return hard, found
 
@@ -132,7 +132,7 @@ def users_of(model: Any) -> dict[int, list[User]]:
 def _check_shared(layer: Layer, users: list[User]) -> None:
     """Refuse a weight that is used in several final forms, because there is one array to harden."""
     for path, other in users:
-        if other is None or other.site is None:
+        if other is None or other.state is None:
             use = "as it is"
         elif not _same_form(other, layer):
             use = f"pruned by {other.sparsity.y_w}"
@@ -149,8 +149,8 @@ def _check_shared(layer: Layer, users: list[User]) -> None:
 
 def _same_form(a: Layer, b: Layer) -> bool:
     """Return True if two sparse layers give the weight that they share the same final form."""
-    assert a.site is not None
-    assert b.site is not None
+    assert a.state is not None
+    assert b.state is not None
     if a.sparsity.y_w != b.sparsity.y_w or a.operand != b.operand or a.dtype != b.dtype or a.stack != b.stack:
         return False
     if a.steps.steps != b.steps.steps:
@@ -168,8 +168,8 @@ def _same_values(a: Any, b: Any) -> bool:
 
 def _pattern(layer: Layer) -> Pattern | None:
     """Return the pattern of a sparse layer's hardened kernel along its axes; None if it is dense."""
-    assert layer.site is not None
-    pattern = states.WeightState(stacked(layer, layer.site.origin)).pattern(
+    assert layer.state is not None
+    pattern = states.WeightState(stacked(layer, layer.state.origin)).pattern(
         shape(layer)
     )  # no array is read: they may be shapes
     return pattern and replace(pattern, axes=states.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
@@ -196,7 +196,7 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
     by_path: dict[str, Pattern | None] = {}
     for layer in layers(model):
         pattern = layer.hardened
-        if layer.site is not None and not pattern:
+        if layer.state is not None and not pattern:
             pattern = _pattern(layer)
         if layer.has_weight:
             by_path[layer.kernel_path] = pattern
@@ -274,5 +274,5 @@ def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.nnx.scales(nm.nnx.sparsify(model, nm.Recipe(((".*", "s_ste(2,4)"),))))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path = {layer.path: read(layer).scale for layer in layers(model) if layer.site is not None}
+    by_path = {layer.path: read(layer).scale for layer in layers(model) if layer.state is not None}
     return {path: scale for path, scale in by_path.items() if scale is not None}

@@ -168,14 +168,14 @@ class Layer:
         object.__setattr__(self.module, "__class__", kind)  # Flax would list the class among the attributes
 
     @property
-    def site(self) -> SparsityState | None:
+    def state(self) -> SparsityState | None:
         """The sparsity state that `sparsify` put into the layer; None if it is dense."""
         return self.inside if isinstance(self.inside, SparsityState) else None
 
     @property
     def sparsity(self) -> Sparsity:
         """The sparsity of the layer; all slots are empty if it is dense."""
-        return Sparsity() if self.site is None else self.site.sparsity
+        return Sparsity() if self.state is None else self.state.sparsity
 
     @property
     def origin(self) -> Origin:
@@ -206,7 +206,7 @@ class Layer:
     @property
     def stack(self) -> tuple[int, ...]:
         """The axes of the weight that stack layers."""
-        at_state = None if self.site is None else self.site.stack
+        at_state = None if self.state is None else self.state.stack
         return at_state if at_state in self.stacks else self.stacks[0]  # inside a scan, one layer is no stack
 
     @cached_property
@@ -216,8 +216,8 @@ class Layer:
             return self._stacks_of(tuple(self.layer_type.shape(self.module)))
         if self.axes is not None:
             return [self.axes]
-        if self.site is not None:
-            return [self.site.stack if self.kernel.ndim > self.site.rank else ()]
+        if self.state is not None:
+            return [self.state.stack if self.kernel.ndim > self.state.rank else ()]
         if self.layer_type.examples is None:
             return self._stacks_of_call()
         stacked = combinations(range(self.kernel.ndim), 1) if self.kernel.ndim > 2 else ()
@@ -271,13 +271,13 @@ class Layer:
         if self.called is not None:
             return self.called
         traced = None if self.layer_type.examples is None else self._traced(tokens, self.stack)
-        return traced or (None if self.site is None else self.site.example)
+        return traced or (None if self.state is None else self.state.example)
 
     @property
     def product(self) -> Example | None:
         """One layer's product; None if only a call says which product it is."""
-        if self.site is not None and self.site.example is not None:
-            return self.site.example
+        if self.state is not None and self.state.example is not None:
+            return self.state.example
         return self.example(1)
 
     @property

@@ -50,8 +50,8 @@ def _of_module(path: str, module: Any, traced: dict[Any, Uses | None]) -> list[L
 
 def read(layer: Layer) -> states.WeightState:
     """Return the sparsity state of a layer, or of a stack of layers."""
-    assert layer.site is not None
-    return states.WeightState(stacked(layer, layer.site.origin), *layer.site.arrays(layer.stack))
+    assert layer.state is not None
+    return states.WeightState(stacked(layer, layer.state.origin), *layer.state.arrays(layer.stack))
 
 
 def stacked(layer: Layer, origin: states.Origin) -> states.Origin:

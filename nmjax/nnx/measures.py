@@ -62,14 +62,14 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     (('bias', 'noise', 'variance', 'cosine'), True)
     """
     users = users_of(model)
-    sparse = [layer for layer in layers(model) if layer.site and layer.has_weight]
+    sparse = [layer for layer in layers(model) if layer.state and layer.has_weight]
     paths = {layer.path: [user.path for user in users[id(layer.kernel)]] for layer in sparse}
     graph, state = nnx.split(model)
 
     def gradients(change: Callable[[WeightState], WeightState]) -> dict[str, jax.Array]:
         copy = nnx.merge(graph, state, copy=True)
         for layer in layers(copy):
-            if layer.site is not None:
+            if layer.state is not None:
                 store(layer, change(read(layer)))
         return _kernels(nnx.grad(loss)(copy, *args), paths)
 

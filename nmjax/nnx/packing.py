@@ -43,28 +43,29 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
     {}
     """
     by_path: dict[str, dict[FormKey, Form]] = {}
-    if all(layer.site is None or isinstance(target(layer.site.backend), Refusal) for layer in layers(model)):
+    if all(layer.state is None or isinstance(target(layer.state.backend), Refusal) for layer in layers(model)):
         return by_path
     for layer, products in products_of_call(model, *inputs, **options):
         # Forms have ranks of their own, so only leading axes can stack them as they stack the kernel.
         leading = layer.stack == tuple(range(len(layer.stack)))
-        if layer.site is None or not leading:
+        if layer.state is None or not leading:
             continue
-        with jax.named_scope(layer.site.name):
-            forms = _forms(layer, layer.site, products)
+        with jax.named_scope(layer.state.name):
+            forms = _forms(layer, layer.state, products)
         if forms:
             by_path[layer.path] = forms
     return by_path
 
 
-def _forms(layer: Layer, site: SparsityState, products: Sequence[Example]) -> dict[FormKey, Form]:
+def _forms(layer: Layer, weight_state: SparsityState, products: Sequence[Example]) -> dict[FormKey, Form]:
     """Return the forms in which the products of a layer, or of a stack, take its weight."""
 
     def one(weight: jax.Array, words: Any, time: Any, state: Any) -> dict[FormKey, Form]:
         ctx = context(words, time, state)
         forms: dict[FormKey, Form] = {}
         for op, lhs, rhs, _ in products:
-            forms |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.now, ctx, site.backend, name=site.name)
+            w = weight.astype(rhs.dtype)
+            forms |= packed_weight(op, lhs, w, weight_state.now, ctx, weight_state.backend, name=weight_state.name)
         return forms
 
     whole = read(layer)
@@ -90,18 +91,18 @@ def packed(model: Any, forms: Mapping[str, Mapping[FormKey, Form]]) -> Iterator[
     Traceback (most recent call last):
     ValueError: packed: the model has no sparse layer 'up', so the forms are another model's. Call pack on this model.
     """
-    sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
-    unknown = [path for path in forms if path not in sites]
+    states = {layer.path: layer.state for layer in layers(model) if layer.state is not None}
+    unknown = [path for path in forms if path not in states]
     if unknown:
         names = ", ".join(repr(path) if path else "at its root" for path in unknown)
         raise ValueError(
             f"packed: the model has no sparse layer {names}, so the forms are another model's. Call pack on this model."
         )
-    before = {path: sites[path].packed for path in forms}
+    before = {path: states[path].packed for path in forms}
     for path, by_key in forms.items():
-        sites[path].packed = nnx.data(jax.tree.map(SparsityVariable, by_key))
+        states[path].packed = nnx.data(jax.tree.map(SparsityVariable, by_key))
     try:
         yield
     finally:
         for path, by_key in before.items():
-            sites[path].packed = nnx.data(by_key)
+            states[path].packed = nnx.data(by_key)

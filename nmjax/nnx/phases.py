@@ -43,8 +43,8 @@ def phase(model: Model, step: int | None) -> Model:
     y_w=ste(mse(2,4))
     """
     step = None if step is None else _known_step(step)
-    with_state = [layer.site for layer in layers(model) if layer.site is not None]
-    changing = [(site, phases) for site in with_state if (phases := assuming_features_fit(site.sparsity).phases)]
+    with_state = [layer.state for layer in layers(model) if layer.state is not None]
+    changing = [(state, phases) for state in with_state if (phases := assuming_features_fit(state.sparsity).phases)]
     if not with_state:
         raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
     if not changing and step is not None:
@@ -52,11 +52,13 @@ def phase(model: Model, step: int | None) -> Model:
             "phase: no method in the model has a phase that ends at a step known before training, so there is nothing "
             "to change. Leave the call out."
         )
-    values = [v.get_value() for site, _ in changing for v in (site.words, site.time, *site.variables) if v is not None]
+    values = [
+        v.get_value() for state, _ in changing for v in (state.words, state.time, *state.variables) if v is not None
+    ]
     if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError("phase was called inside of jit. Call it outside, where the step is a Python int.")
-    for site, phases in changing:
-        site.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
+    for state, phases in changing:
+        state.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
     return model
 
 
@@ -74,18 +76,18 @@ def _known_step(step: Any) -> int:
     return known
 
 
-def check_phase(site: SparsityState, step: Any) -> None:
+def check_phase(state: SparsityState, step: Any) -> None:
     """Raise an error if a step is known and lies in another phase than the model's.
 
     Args:
-      site: The sparsity state of a layer.
+      state: The sparsity state of a layer.
       step: The step, which may be traced.
     """
-    if site.phase is None or isinstance(step, jax.core.Tracer):
+    if state.phase is None or isinstance(step, jax.core.Tracer):
         return
-    starts = (0, *assuming_features_fit(site.sparsity).phases)
-    if max((start for start in starts if start <= int(step)), default=0) != site.phase:
+    starts = (0, *assuming_features_fit(state.sparsity).phases)
+    if max((start for start in starts if start <= int(step)), default=0) != state.phase:
         raise ValueError(
-            f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
-            f"nm.nnx.phase(model, {int(step)}) first."
+            f"{state.name}: set_step({int(step)}), but the model is in the phase that begins at step {state.phase}. "
+            f"Call nm.nnx.phase(model, {int(step)}) first."
         )

@@ -62,11 +62,11 @@ def _planned_layers(
         return [_by_recipe(layer, recipe, axes, id(layer.module) in in_norms) for layer in registered]
     planned: list[_Planned] = []
     for layer in registered:
-        site, stack = layer.site, stack_of(layer)
-        if site is None:
+        state, stack = layer.state, stack_of(layer)
+        if state is None:
             planned.append(_Planned(Sparsity(), stack=stack))
         else:
-            planned.append(_Planned(site.sparsity, site.backend, products_of(site.packed), site.phase, stack))
+            planned.append(_Planned(state.sparsity, state.backend, products_of(state.packed), state.phase, stack))
     return planned
 
 

@@ -109,7 +109,7 @@ def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> tup
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
     """Return every layer of a model, and the products that one call of the model asks it for."""
     registered = list(layers(model))
-    notes, _ = _products(model, [layer.site is not None for layer in registered], inputs, options)
+    notes, _ = _products(model, [layer.state is not None for layer in registered], inputs, options)
     return list(zip(registered, notes, strict=True))
 
 

@@ -289,30 +289,30 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         types = [one for one in types_of(self) if one.method == name]
-        inside = {w: vars(self).get(one.attribute(w)) for one in types for w in one.weights}
-        sites = {weight: site for weight, site in inside.items() if site is not None}
-        if not sites:
+        attributes = {w: vars(self).get(one.attribute(w)) for one in types for w in one.weights}
+        inside = {weight: put for weight, put in attributes.items() if put is not None}  # see `Layer.put`
+        if not inside:
             return plain(self, *args, **options)
         argument = types[0].argument
-        values = {w: weight_of(self, w) if argument is None else args[argument] for w in sites}
-        for weight, site in sites.items():
-            if isinstance(site, SparsityState):
-                site.check_one_layer(getattr(self, weight).shape)
+        values = {w: weight_of(self, w) if argument is None else args[argument] for w in inside}
+        for weight, state in inside.items():
+            if isinstance(state, SparsityState):
+                state.check_one_layer(getattr(self, weight).shape)
         multiplied: set[str] = set()
         others: dict[str, list[str]] = {}
         seen = lambda parameter, name: others.setdefault(parameter.path, []).append(name)
 
         def compute(product: Product, x: Any, w: Any, _: Any) -> Any:
             multiplied.add(product.parameter.path)
-            return sites[product.parameter.path]._multiply(product, x, w)
+            return inside[product.parameter.path]._multiply(product, x, w)
 
         dense = without_state(self)
         y = call_with(self, dense, plain, args, options, values, Rewriter(compute, seen), argument)
-        for weight, site in sites.items():
-            if isinstance(site, SparsityState) and (weight not in multiplied or weight in others):
+        for weight, state in inside.items():
+            if isinstance(state, SparsityState) and (weight not in multiplied or weight in others):
                 does = f"uses it in {others[weight][0]} too" if weight in others else "multiplies no input by it"
                 raise ValueError(
-                    f"{site.name}: the layer is registered with {weight!r}, of shape {values[weight].shape}, and in "
+                    f"{state.name}: the layer is registered with {weight!r}, of shape {values[weight].shape}, and in "
                     f"this call {kind.__name__}.{name} {does}. A registered weight may be an operand of products alone."
                 )
         return y

@@ -70,7 +70,7 @@ class Meter(nnx.Module):
           moments: True for second moments, False for sums of squares.
         """
         self.name = layer.path
-        self.site = layer.site  # it computes the product of a sparse layer
+        self.state = layer.state  # it computes the product of a sparse layer
         features = math.prod(shape[a] for a in axes.features)
         lead = (*stack, *(shape[a] for a in axes.batch))
         self.moments = moments
@@ -81,7 +81,7 @@ class Meter(nnx.Module):
     def _multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return the product, and record its input."""
         x = self._tapped(x, product.op, w.shape, product.extra)
-        return product.op(x, w, *product.extra) if self.site is None else self.site._multiply(product, x, w)
+        return product.op(x, w, *product.extra) if self.state is None else self.state._multiply(product, x, w)
 
     def _tapped(self, x: jax.Array, op: Any, shape: tuple[int, ...], extra: tuple[Any, ...]) -> jax.Array:
         if self.tap[...].ndim != self.rank:

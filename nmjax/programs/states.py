@@ -277,13 +277,13 @@ def gradient_errors(
       draws: The number of draws. Each is a micro-step of its own.
     """
 
-    def forward_only(site: WeightState) -> WeightState:
-        whole = site.origin.sparsity
+    def forward_only(state: WeightState) -> WeightState:
+        whole = state.origin.sparsity
         only = whole.only(y_x=whole.y_x, y_w=whole.y_w)
-        return replace(site, origin=site.origin._replace(sparsity=only))
+        return replace(state, origin=state.origin._replace(sparsity=only))
 
     exact = gradients(forward_only)
-    drawn = lax.map(lambda draw: gradients(lambda site: site.at_micro(draw)), jnp.arange(draws))
+    drawn = lax.map(lambda draw: gradients(lambda state: state.at_micro(draw)), jnp.arange(draws))
     return {path: metrics.error(drawn[path], exact[path]) for path in drawn}
 
 

@@ -124,11 +124,12 @@ class transform(Value):
         """
         known = {} if state is None else dict(state)
         values = _known(params, known)
-        ways = {path: {_way(site.origin.parameter, site.origin.operand)} for path, site in known.items()}
+        origins = {path: weight_state.origin for path, weight_state in known.items()}
+        ways = {path: {_way(origin.parameter, origin.operand)} for path, origin in origins.items()}
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             path = product.parameter.path
-            sparsity = known[path].origin.sparsity if path in known else self.recipe(path)
+            sparsity = origins[path].sparsity if path in origins else self.recipe(path)
             sparsity, _ = fitting(product.op, x, w, sparsity, tokens_known=False)
             if sparsity == Sparsity():
                 return None
@@ -146,7 +147,7 @@ class transform(Value):
                 ctx, backend, extra = context(*(arrays or (None, None, None))), self.recipe.backend, product.extra
                 return rule.bilinear(product.op, x, w, sparsity, ctx, backend, name=path, extra=extra)
 
-        arrays = {path: site.arrays for path, site in known.items()}
+        arrays = {path: weight_state.arrays for path, weight_state in known.items()}
         return run(self.f, params, args, options, Rewriter(compute, lambda parameter, name: None), arrays)
 
     # ---- what the program does with its parameters ----
@@ -214,7 +215,7 @@ class transform(Value):
         made: State = {}
         for path, value in values.items():
             if products[path] and self._fitted(path, products[path])[0] != Sparsity():
-                made[path] = self._site(path, value, products[path], others[path])
+                made[path] = self._weight_state(path, value, products[path], others[path])
         return made
 
     def _report_missed(self, traced: _Traced, strict: bool) -> None:
@@ -277,7 +278,7 @@ class transform(Value):
             )
         return None
 
-    def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> WeightState:
+    def _weight_state(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> WeightState:
         sparsity, first = self._fitted(path, products)[0], products[0]
         layouts = {(one.product.parameter.steps, one.operand) for one in products}
         origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
@@ -298,7 +299,7 @@ class transform(Value):
           TypeError: ``step`` or ``micro`` is not an integer.
         """
         now, values = moment(step, micro), _known(params, state)
-        return {path: site.at(values[path], now) for path, site in state.items()}
+        return {path: weight_state.at(values[path], now) for path, weight_state in state.items()}
 
     def harden(self, params: Params, state: Mapping[str, WeightState]) -> tuple[Params, State]:
         """Return the parameters in their final form, as inference uses them, and a state that prunes activations only.
@@ -316,9 +317,9 @@ class transform(Value):
         """
         values, left = _known(params, state), dict(state)
         unfinished = []
-        for path, site in state.items():
-            final, left[path] = site.hardened(values[path])
-            unfinished.append(site.unfinished(values[path], final))
+        for path, weight_state in state.items():
+            final, left[path] = weight_state.hardened(values[path])
+            unfinished.append(weight_state.unfinished(values[path], final))
             values[path] = final
         warn_unfinished(unfinished, stacklevel=3)
         return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
@@ -337,7 +338,7 @@ class transform(Value):
           UserWarning: No parameter has an n:m final form, so nothing was checked.
         """
         values = _known(params, state)
-        return checked({path: site.broken(values[path]) for path, site in state.items()})
+        return checked({path: weight_state.broken(values[path]) for path, weight_state in state.items()})
 
     def plan(self, params: Any, *args: Any, **options: Any) -> Plan:
         """Return what every parameter will do, as `nmjax.nnx.plan` does for the layers of a model.

@@ -193,7 +193,7 @@ def test_a_recipe_gives_the_plan_of_the_model_that_sparsify_makes(name):
     assert without_inputs == nm.nnx.plan(model)
 
 
-def test_a_recipe_replaces_the_sites_of_a_sparse_model():
+def test_a_recipe_replaces_the_states_of_a_sparse_model():
     model, x = mlp("s_ste(2,4)"), shape(4, 16)
     dense, other = nm.Recipe(((".*", "dense"),)), nm.Recipe((("up", "mvue(2,4)"),), backend="xla")
     assert nm.nnx.plan(model, dense, x) == nm.nnx.plan(nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0))), x)

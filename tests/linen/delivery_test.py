@@ -88,14 +88,14 @@ def whole(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).integers(-1, 2, shape), jnp.float32)
 
 
-def all_sites(variables):
+def all_variables(variables):
     return jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, StateVariable))
 
 
-def the_site(variables):
+def the_variable(variables):
     """Return the only StateVariable among variables."""
-    (site,) = all_sites(variables)
-    return site
+    (variable,) = all_variables(variables)
+    return variable
 
 
 def weight(variables):
@@ -141,7 +141,7 @@ def of(text, seed=SEED):
 def test_the_collection_mirrors_the_parameters_and_has_the_arrays_that_are_needed():
     def needs(text):
         variables = of(text)[1]
-        return jax.tree.map(jnp.shape, variables["nm"]["layer"]["kernel"].unbox().site.arrays)
+        return jax.tree.map(jnp.shape, variables["nm"]["layer"]["kernel"].unbox().weight_state.arrays)
 
     assert needs("ste(2,4)") == (None, None, None)
     assert needs("mvue(2,4)") == ((2,), (2,), None)
@@ -157,8 +157,8 @@ def test_paths_are_those_of_all_layers():
     rules = nm.Recipe({"layers_2": "dense", ".*": "mvue(2,4)"})
     three = Pruned(nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(4)]), rules, seed=1).init(normal(1, 8, 16))
     assert linen.paths(three) == ("layers_0", "layers_1", "layers_2")
-    for site in all_sites(three)[:2]:
-        np.testing.assert_array_equal(site.words.reshape(2), states.noise_words(1, site.origin.path))
+    for variable in all_variables(three)[:2]:
+        np.testing.assert_array_equal(variable.words.reshape(2), states.noise_words(1, variable.origin.path))
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_a_stack_of_stacks(axes, text):
     unstacked = jax.vmap(jax.vmap(lambda w: w, axes[1], 0), axes[0], 0)
     words = states.noise_words(SEED, "blocks/expert", (2, 3))
     if text == HELD:
-        np.testing.assert_array_equal(unstacked(the_site(variables).words).reshape(2, 3, 2), words)
+        np.testing.assert_array_equal(unstacked(the_variable(variables).words).reshape(2, 3, 2), words)
 
     @jax.jit
     def delivered(weights, x, g):
@@ -305,7 +305,7 @@ def test_a_stack_made_by_hand_is_refused_until_it_is_told():
     ):
         linen.set_step(variables, 0)
     variables = {**variables, "nm": meta.add_axis(variables["nm"], 0, {})}
-    np.testing.assert_array_equal(the_site(variables).words.reshape(3, 2), states.noise_words(SEED, "up", (3,)))
+    np.testing.assert_array_equal(the_variable(variables).words.reshape(3, 2), states.noise_words(SEED, "up", (3,)))
     variables = linen.set_step(variables, 2)
     y, _ = jax.lax.scan(lambda x, v: block.apply(v, x), x, variables)
     assert y.shape == x.shape
@@ -314,10 +314,10 @@ def test_a_stack_made_by_hand_is_refused_until_it_is_told():
 @pytest.mark.slow
 def test_what_init_draws_differs_in_a_stack():
     _, variables = stack(DRAWN)
-    masks = the_site(variables).state["y_w"]
+    masks = the_variable(variables).state["y_w"]
     assert not np.array_equal(masks[0], masks[1])
-    equal(the_site(linen.set_step(variables, 5)).state["y_w"], masks)
-    again = the_site(linen.reset_state(variables)).state["y_w"]
+    equal(the_variable(linen.set_step(variables, 5)).state["y_w"], masks)
+    again = the_variable(linen.reset_state(variables)).state["y_w"]
     for i, words in enumerate(states.noise_words(SEED, PATH, (3,))):
         state = nm.parse(DRAWN).init(weight(variables)[i], contract=0, out=1, ctx=nm.Ctx(words))
         np.testing.assert_array_equal(again[i], state["y_w"])
@@ -384,7 +384,7 @@ def test_a_tied_layer_keeps_one_variable_and_a_soft_weight_shrinks_once(scanned)
     model, x = Pruned(Twice(scanned), "s_ste(2,4)"), normal(1, 8, 16)
     variables = linen.set_step(model.init(x), 3)
     hard = linen.harden(variables)
-    ctx = nm.Ctx(state=the_site(variables).state["y_w"].reshape(()))
+    ctx = nm.Ctx(state=the_variable(variables).state["y_w"].reshape(()))
     np.testing.assert_array_equal(weight(hard), nm.soft(2, 4)(weight(variables), 0, ctx))
     np.testing.assert_array_equal(model.apply(hard, x), model.apply(variables, x))
 
@@ -432,5 +432,5 @@ def test_masks_lie_where_their_weights_lie():
     for boxed in (v["params"]["layer"]["kernel"] for v in (variables, hard)):
         assert isinstance(boxed, nn.Partitioned)
         assert boxed.value.sharding.is_equivalent_to(expected, 2)
-    assert the_site(variables).state["y_w"].sharding.is_equivalent_to(expected, 2)
+    assert the_variable(variables).state["y_w"].sharding.is_equivalent_to(expected, 2)
     assert nm.groups.is_nm(weight(hard), 2, 4, axis=0)

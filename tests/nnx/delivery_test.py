@@ -243,7 +243,7 @@ def test_paths_of_parameters_stay():
 def test_a_sparse_layer_prints_its_slots_and_no_address():
     model = Mlp(16, 32, rngs=nnx.Rngs(0))
     nm.nnx.sparsify(model, nm.Recipe((("up", "s_ste(2,4); dx_w=mse(2,4)"),), backend="xla"))
-    site = textwrap.dedent(
+    printed = textwrap.dedent(
         """
         SparsityState(
           y_w=ste(soft(2,4)),
@@ -255,13 +255,13 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
           state=float32[1, 1]
         )"""
     ).strip()
-    assert repr(model.up.nm_state) == str(model.up.nm_state) == site
-    assert f"nm_state={textwrap.indent(site, '    ').strip()}" in repr(model)
-    assert repr(nnx.merge(*nnx.split(model)).up.nm_state) == site
+    assert repr(model.up.nm_state) == str(model.up.nm_state) == printed
+    assert f"nm_state={textwrap.indent(printed, '    ').strip()}" in repr(model)
+    assert repr(nnx.merge(*nnx.split(model)).up.nm_state) == printed
     abstract = nnx.eval_shape(lambda: nnx.clone(model))
-    assert repr(abstract.up.nm_state) == site
+    assert repr(abstract.up.nm_state) == printed
     counted = jax.tree.map(lambda v: v.size, model)  # a tree of other values than arrays prints too
-    assert repr(counted.up.nm_state) == re.sub(r"(words|time)=.*,", r"\1=2,", site).replace("float32[1, 1]", "1")
+    assert repr(counted.up.nm_state) == re.sub(r"(words|time)=.*,", r"\1=2,", printed).replace("float32[1, 1]", "1")
 
 
 def test_sparsified_twice_is_the_second():

@@ -394,6 +394,6 @@ def test_a_step_that_is_no_integer(times):
         nm.linen.set_step(variables, *times)
     params = {"w": jnp.ones((16, 8))}
     sparse = nm.transform(lambda params, x: x @ params["w"], recipe("mvue(2,4)"))
-    sites = sparse.init(params, jnp.ones((4, 16)))
+    state = sparse.init(params, jnp.ones((4, 16)))
     with pytest.raises(TypeError, match="set_step: (step|micro) must be an integer, got"):
-        sparse.set_step(params, sites, *times)
+        sparse.set_step(params, state, *times)

@@ -129,13 +129,13 @@ def test_a_layer_of_several_weights():
     assert [path for path, pattern in nm.nnx.patterns(model).items() if pattern] == ["down"]
     assert set(nm.nnx.scales(model)) == {"down"}
     w = {name: getattr(model, name)[...] for name in ("gate", "up", "down")}
-    sites = {name: vars(model)[f"nm_state_{name}"] for name in ("gate", "down")}
+    gate_state, down_state = (vars(model)[f"nm_state_{name}"] for name in ("gate", "down"))
 
     def by_hand(w, x):
-        gate = nm.einsum("ti,io->to", x, w["gate"], sparsity=sites["gate"].sparsity, ctx=sites["gate"].ctx())
+        gate = nm.einsum("ti,io->to", x, w["gate"], sparsity=gate_state.sparsity, ctx=gate_state.ctx())
         return nm.einsum(
-            "ti,io->to", jax.nn.relu(gate) * (x @ w["up"]), w["down"], sparsity=sites["down"].sparsity,
-            ctx=sites["down"].ctx(),
+            "ti,io->to", jax.nn.relu(gate) * (x @ w["up"]), w["down"], sparsity=down_state.sparsity,
+            ctx=down_state.ctx(),
         )  # fmt: skip
 
     np.testing.assert_array_equal(model(x), by_hand(w, x))

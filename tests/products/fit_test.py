@@ -141,9 +141,9 @@ def test_a_function_prunes_what_fits():
     for text in ("s_ste(2,4)", "ste(2,4)"):
         some = nm.transform(f, nm.Recipe({".*": f"{text} else dense"}), seed=1)
         one = nm.transform(f, nm.Recipe({"a": "dense", ".*": text}), seed=1)
-        sites = [some.init(params, x), one.init(params, x)]
-        assert [list(s) for s in sites] == [["b"], ["b"]]
-        both = zip((some, one), sites, strict=True)
+        states = [some.init(params, x), one.init(params, x)]
+        assert [list(s) for s in states] == [["b"], ["b"]]
+        both = zip((some, one), states, strict=True)
         got, wanted = (jax.grad(lambda p, f=f, s=s: (f(p, x, state=s) ** 2).sum())(params) for f, s in both)
         equal(got, wanted)
         assert [layer.path for layer in some.plan(params, x).layers if layer.else_dense] == ["a"]

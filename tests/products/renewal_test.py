@@ -46,11 +46,11 @@ def in_linen(text, steps):
 
 def in_transform(text, steps):
     f = nm.transform(lambda params, x: x @ params["w"], nm.Recipe({".*": text}))
-    sites = f.init({"w": jnp.asarray(weight(0))}, jnp.ones((2, 8)))
+    state = f.init({"w": jnp.asarray(weight(0))}, jnp.ones((2, 8)))
     renew = jax.jit(f.set_step)
     for step in steps:
-        sites = renew({"w": jnp.asarray(weight(step))}, sites, step)
-    return np.asarray(f({"w": jnp.ones((8, 4))}, jnp.eye(8), state=sites)) > 0
+        state = renew({"w": jnp.asarray(weight(step))}, state, step)
+    return np.asarray(f({"w": jnp.ones((8, 4))}, jnp.eye(8), state=state)) > 0
 
 
 @pytest.mark.sampled
@@ -81,11 +81,11 @@ def test_a_stack_is_renewed_once_for_all_its_layers():
     f = nm.transform(
         lambda params, x: jax.lax.scan(lambda x, w: (x @ w, None), x, params["w"])[0], nm.Recipe({".*": HELD})
     )
-    sites = f.init(params, jnp.ones((2, 4)))
-    assert "cond" in str(jax.make_jaxpr(f.set_step)(params, sites, 1))
+    states = f.init(params, jnp.ones((2, 4)))
+    assert "cond" in str(jax.make_jaxpr(f.set_step)(params, states, 1))
     for step in (39, 41):
-        sites = f.set_step({"w": weights(step)}, sites, step)
-    held = np.asarray(sites["w"].state["y_w"])
+        states = f.set_step({"w": weights(step)}, states, step)
+    held = np.asarray(states["w"].state["y_w"])
     for i in range(3):
         size = np.abs(np.asarray(weights(41)[i]))
         np.testing.assert_array_equal(held[i], (size[None] > size[:, None]).sum(1) < 2)

@@ -365,8 +365,8 @@ def test_each_matrix_of_a_batch_has_rows_and_state_of_its_own(text):
     nm.nnx.sparsify(layer, nm.Recipe(((".*", text),)), x)
     np.testing.assert_allclose(layer(x), y, rtol=1e-5, atol=1e-5)
     f = nm.transform(lambda p, x: jnp.einsum("eti,eio->eto", x, p["w"]), nm.Recipe(((".*", text),)))
-    sites = f.init({"w": w}, x)
-    np.testing.assert_allclose(f({"w": w}, x, state=sites), y, rtol=1e-5, atol=1e-5)
+    states = f.init({"w": w}, x)
+    np.testing.assert_allclose(f({"w": w}, x, state=states), y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["dx_w=hold(rows(mse(2,4),by='both'))", "dx_w=rows(soft(2,4),by='both')"])

@@ -29,12 +29,12 @@ def mixture(params, x, sizes=SIZES):
     return lax.ragged_dot(jax.nn.gelu(lax.ragged_dot(x, params["up"], sizes)), params["down"], sizes)
 
 
-def by_hand(sites, text):
+def by_hand(states, text):
     """The mixture with the pruned products written into it."""
 
     def f(params, x, sizes=SIZES):
         def product(x, name):
-            words, time, state = sites[name].arrays if name in sites else (None, None, None)
+            words, time, state = states[name].arrays if name in states else (None, None, None)
             key = None if words is None else noise_key(words, time[1])
             ctx = nm.Ctx(key, 0 if time is None else time[0], state)
             return nm.ragged_dot(x, params[name], sizes, sparsity=nm.parse(text), ctx=ctx)
@@ -47,25 +47,25 @@ def by_hand(sites, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4); dx_g=mvue(2,4)", "fst(2,4,every=2)", "bdwp(2,4)"])
 def test_the_products_of_experts_are_pruned(text):
-    """The sites, the value and the gradients are those of nm.ragged_dot."""
+    """The states, the value and the gradients are those of nm.ragged_dot."""
     sparse = nm.transform(mixture, nm.Recipe(((".*", text),)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sites = sparse.init(PARAMS, X)
-    sites = sparse.set_step(PARAMS, sites, 3)
+        states = sparse.init(PARAMS, X)
+    states = sparse.set_step(PARAMS, states, 3)
     loss = lambda f: jax.jit(jax.value_and_grad(lambda params, x: (f(params, x) ** 2).sum(), (0, 1)))
-    ours = loss(lambda params, x: sparse(params, x, state=sites))(PARAMS, X)
-    jax.tree.map(np.testing.assert_array_equal, ours, loss(by_hand(sites, text))(PARAMS, X))
+    ours = loss(lambda params, x: sparse(params, x, state=states))(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, ours, loss(by_hand(states, text))(PARAMS, X))
     dense = loss(mixture)(PARAMS, X)
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(dense), strict=True))
     if text == "fst(2,4,every=2)":
-        assert sites["up"].state["y_w"].shape[0] == 4
-    hard, left = sparse.harden(PARAMS, sites)
-    counts = sparse.violations(hard, sites)
+        assert states["up"].state["y_w"].shape[0] == 4
+    hard, left = sparse.harden(PARAMS, states)
+    counts = sparse.violations(hard, states)
     for name, axis in (("up", 1), ("down", 1)):
         assert bool(nm.groups.is_nm(hard[name], 2, 4, axis))
         assert int(counts[name]) == 0
-        assert int(sparse.violations(PARAMS, sites)[name]) > 0
+        assert int(sparse.violations(PARAMS, states)[name]) > 0
     np.testing.assert_array_equal(jax.jit(sparse)(hard, X, state=left), jax.jit(mixture)(hard, X))
 
 
@@ -88,9 +88,9 @@ def test_through_scans_checkpoints_and_changes_of_layout():
     hard = {"t": nm.prune(nm.mse(2, 4), in_bf16, axis=3).astype(jnp.float32)}
     np.testing.assert_array_equal(jax.jit(sparse)(params, X), jax.jit(f)(hard, X))
     noisy = nm.transform(f, nm.Recipe((("t", "mvue(2,4)"),)))
-    sites = noisy.init(params, X)
-    assert sites["t"].words.shape == (2, 2)
-    grad = jax.jit(jax.grad(lambda params, sites: noisy(params, X, state=sites).sum()))(params, sites)
+    states = noisy.init(params, X)
+    assert states["t"].words.shape == (2, 2)
+    grad = jax.jit(jax.grad(lambda params, states: noisy(params, X, state=states).sum()))(params, states)
     assert jnp.isfinite(grad["t"]).all()
 
 
@@ -120,8 +120,8 @@ def test_other_ragged_products_stay_as_they_are():
     params, x = {"up": draw(0, 1, 8, 4)}, draw(1, 8, 4)
     sparse = nm.transform(f, nm.Recipe(((".*", "ste(2,4)"),)))
     with pytest.warns(UserWarning, match="no product takes them, so they stay dense"):
-        sites = sparse.init(params, x)
-    np.testing.assert_array_equal(sparse(params, x, state=sites), f(params, x))
+        states = sparse.init(params, x)
+    np.testing.assert_array_equal(sparse(params, x, state=states), f(params, x))
     as_left = lambda params, x: lax.ragged_dot(params["x"], x, jnp.array([4, 4]))
     with pytest.warns(UserWarning, match="used by ragged_dot_general"):
         nm.transform(as_left, nm.Recipe(((".*", "ste(2,4)"),))).init({"x": draw(0, 8, 4)}, draw(1, 2, 4, 4))
@@ -155,14 +155,14 @@ def test_the_model_with_pruned_experts():
 
     tokens = jax.random.randint(jax.random.key(0), (3, 8), 0, 16)
     sparse = nm.transform(f, nm.Recipe(((r"blocks/.*/moe/(up|down)/kernel", "ste(2,4); dw_g=mvue(2,4)"),)))
-    sites = sparse.init(arrays, tokens)
-    assert sorted(sites) == [f"blocks/{i}/moe/{name}/kernel" for i in range(2) for name in ("down", "up")]
-    hard = {k: nm.prune(nm.mse(2, 4), v, axis=1) if k in sites else v for k, v in arrays.items()}
-    np.testing.assert_array_equal(jax.jit(sparse)(arrays, tokens, state=sites), jax.jit(f)(hard, tokens))
-    grads = jax.jit(jax.grad(lambda p, s: (sparse(p, tokens, state=s) ** 2).sum()))(arrays, sites)
+    states = sparse.init(arrays, tokens)
+    assert sorted(states) == [f"blocks/{i}/moe/{name}/kernel" for i in range(2) for name in ("down", "up")]
+    hard = {k: nm.prune(nm.mse(2, 4), v, axis=1) if k in states else v for k, v in arrays.items()}
+    np.testing.assert_array_equal(jax.jit(sparse)(arrays, tokens, state=states), jax.jit(f)(hard, tokens))
+    grads = jax.jit(jax.grad(lambda p, s: (sparse(p, tokens, state=s) ** 2).sum()))(arrays, states)
     wanted = jax.jit(jax.grad(lambda p: (f(p, tokens) ** 2).sum()))(hard)
     for path, grad in grads.items():
-        if path not in sites:  # the gradient reaches what is below through experts whose dx is not pruned
+        if path not in states:  # the gradient reaches what is below through experts whose dx is not pruned
             np.testing.assert_allclose(grad, wanted[path], rtol=1e-4, atol=1e-5)
         else:
             assert (grad != wanted[path]).any()

@@ -211,8 +211,8 @@ def by_transform(program, method, params, x):
             with pytest.raises(ValueError, match=REFUSALS):
                 call()
         return None
-    sites = sparse.set_step(params, sparse.init(params, x, strict=True), STEP)
-    return both(lambda params, x: (sparse(params, x, state=sites) ** 2).sum(), params, x)
+    state = sparse.set_step(params, sparse.init(params, x, strict=True), STEP)
+    return both(lambda params, x: (sparse(params, x, state=state) ** 2).sum(), params, x)
 
 
 class Model(nnx.Module):

@@ -62,15 +62,15 @@ def check(f, params, x, axes, rest=()):
     sparse = nm.transform(f, nm.Recipe(tuple((path, "ste(2,4)") for path in axes)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sites = sparse.init(params, x)
-    assert set(sites) == set(axes)
+        state = sparse.init(params, x)
+    assert set(state) == set(axes)
     hard = {k: pruned(v, axes[k]) if k in axes else v for k, v in params.items()}
     wanted, grads = jax.value_and_grad(lambda p: (f(p, x) ** 2).mean())(hard)
     got, ours = jax.jit(jax.value_and_grad(lambda p: (sparse(p, x) ** 2).mean()))(params)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), ours, grads)
     if not rest:
-        made, _ = sparse.harden(params, sites)
+        made, _ = sparse.harden(params, state)
         jax.tree.map(np.testing.assert_array_equal, made, hard)
 
 
@@ -207,12 +207,12 @@ def test_a_tied_embedding_has_no_single_final_form():
     f = lambda p, tokens: p["e"][tokens] @ p["e"].T
     params = {"e": draw(0, 32, 16)}
     sparse = nm.transform(f, every("ste(2,4)"))
-    sites = sparse.init(params, jnp.arange(4))
+    state = sparse.init(params, jnp.arange(4))
     with pytest.raises(
         ValueError,
         match=r'^e: y_w=.* because it also goes into gather. Leave it dense: \(r"e", "dense"\)',
     ):
-        sparse.harden(params, sites)
+        sparse.harden(params, state)
 
 
 ESCAPES = {
@@ -262,10 +262,10 @@ def test_a_stack_that_is_also_used_whole():
 def test_the_state_of_other_parameters_is_refused():
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
     sparse = nm.transform(MATMUL, every("ste(2,4)"))
-    sites = sparse.init(params, x)
+    state = sparse.init(params, x)
     other = {"params": params}
-    calls = [lambda: sparse.harden(other, sites), lambda: sparse.set_step(other, sites, 1)]
-    calls += [lambda: sparse.violations(other, sites), lambda: sparse(other, x, state=sites)]
+    calls = [lambda: sparse.harden(other, state), lambda: sparse.set_step(other, state, 1)]
+    calls += [lambda: sparse.violations(other, state), lambda: sparse(other, x, state=state)]
     for call in calls:
         with pytest.raises(ValueError, match="the state is of 'w', which params does not have"):
             call()
@@ -307,13 +307,13 @@ def test_a_left_weight_on_an_explicit_mesh():
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
 
 
-def test_sites_can_be_donated_after_a_step_is_set():
+def test_a_state_can_be_donated_after_a_step_is_set():
     params = {"a": draw(0, 16, 16), "b": draw(1, 16, 16)}
     sparse = nm.transform(lambda p, x: x @ p["a"] @ p["b"], every("ste(2,4); dw_g=mvue(2,4)"))
     x = draw(2, 8, 16)
-    sites = sparse.set_step(params, sparse.init(params, x), 3)
-    step = jax.jit(lambda sites, p, x: (sites, sparse(p, x, state=sites).sum()), donate_argnums=0)
-    assert jnp.isfinite(step(sites, params, x)[1])
+    state = sparse.set_step(params, sparse.init(params, x), 3)
+    step = jax.jit(lambda state, p, x: (state, sparse(p, x, state=state).sum()), donate_argnums=0)
+    assert jnp.isfinite(step(state, params, x)[1])
 
 
 def test_a_convolution_keeps_the_sharding_of_its_result():
@@ -393,7 +393,7 @@ def refuses(sparse, params, x, said):
     with pytest.raises(ValueError, match=rf"The recipe cannot be carried out:\n  w: .*{said}"):
         sparse.init(params, x)
     assert [path for path, reason in sparse.plan(params, x).refused if re.search(said, reason)] == ["w"]
-    if not any(v in str(sparse.recipe) for v in ("soft", "mvue", "linear", "sdg")):  # without sites
+    if not any(v in str(sparse.recipe) for v in ("soft", "mvue", "linear", "sdg")):  # without state
         with pytest.raises(ValueError, match=rf"^w: .*{said}"):
             sparse(params, x)
 
@@ -413,9 +413,9 @@ def test_products_along_different_axes_of_a_parameter():
         jax.value_and_grad(lambda p: (sparse(p, x) ** 2).sum())(params), hand,
     )  # fmt: skip
     assert repr(sparse).endswith("mask_per_product=True)")
-    sites = sparse.init(params, x)
+    state = sparse.init(params, x)
     with pytest.raises(ValueError, match="no single final form, because products take it in several layouts"):
-        sparse.harden(params, sites)
+        sparse.harden(params, state)
 
 
 @pytest.mark.parametrize("text", ["dw_g=mse(2,4)", "sdgp(2,4)", "y_x=ste(mse(2,4))"])
@@ -451,10 +451,10 @@ def test_a_call_that_takes_the_parameter_along_another_axis_than_init():
     params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
     for text in ("ste(2,4)", "s_ste(2,4)"):
         sparse = nm.transform(f, every(text))
-        sites = sparse.init(params, x, back=False)
-        sparse(params, x, back=False, state=sites)
+        state = sparse.init(params, x, back=False)
+        sparse(params, x, back=False, state=state)
         with pytest.raises(ValueError, match="^w: products contract different axes of this parameter"):
-            sparse(params, x, back=True, state=sites)
+            sparse(params, x, back=True, state=state)
 
 
 # ---- derivatives inside the function ----
@@ -566,13 +566,13 @@ def test_the_gradient_of_a_transformed_energy(text):
     """The force, a loss on it, and the gradient of that loss are those of an energy of weights pruned by hand."""
     params, x, target = {"a": draw(0, 16, 8) / 2, "b": draw(1, 8, 4)}, draw(2, 8, 16), draw(3, 8, 16)
     sparse = nm.transform(energy, every(text))
-    sites = sparse.set_step(params, sparse.init(params, x), 5)
+    state = sparse.set_step(params, sparse.init(params, x), 5)
     value, gradient = ENERGIES[text]
     masks = {name: mask(w, 0) for name, w in params.items()}
     left = lambda name, factor: jnp.where(masks[name], 1, factor)
     hard = {name: w * left(name, value) for name, w in params.items()}
     loss = lambda force: lambda p: ((force(p, x) - target) ** 2).mean()
-    ours, by_hand = jax.grad(lambda p, x: sparse(p, x, state=sites), 1), jax.grad(energy, 1)
+    ours, by_hand = jax.grad(lambda p, x: sparse(p, x, state=state), 1), jax.grad(energy, 1)
     np.testing.assert_allclose(ours(params, x), by_hand(hard, x), rtol=0, atol=1e-5)
     found = jax.jit(jax.value_and_grad(loss(ours)))(params)
     wanted, grads = jax.value_and_grad(loss(by_hand))(hard)
@@ -586,8 +586,8 @@ def test_the_gradient_of_a_transformed_energy(text):
 def test_a_loss_on_the_gradient_of_an_energy_needs_empty_backward_slots(text):
     params, x = {"a": draw(0, 16, 8), "b": draw(1, 8, 4)}, draw(2, 8, 16)
     sparse = nm.transform(energy, every(text))
-    sites = sparse.set_step(params, sparse.init(params, x), 5)
-    force = lambda p: jax.grad(lambda x: sparse(p, x, state=sites))(x)
+    state = sparse.set_step(params, sparse.init(params, x), 5)
+    force = lambda p: jax.grad(lambda x: sparse(p, x, state=state))(x)
     assert jnp.isfinite(force(params)).all()
     with pytest.raises(TypeError, match="has no derivative beyond the gradient of its layer"):
         jax.grad(lambda p: (force(p) ** 2).sum())(params)
@@ -683,8 +683,8 @@ def test_leaves_are_named_by_their_keys():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_another_seed_is_other_noise(seed):
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
-    sites = [nm.transform(lambda p, x: x @ p["w"], every("mvue(2,4)"), s).init(params, x) for s in (seed, seed + 1)]
-    assert (sites[0]["w"].words != sites[1]["w"].words).any()
+    states = [nm.transform(lambda p, x: x @ p["w"], every("mvue(2,4)"), s).init(params, x) for s in (seed, seed + 1)]
+    assert (states[0]["w"].words != states[1]["w"].words).any()
 
 
 def test_products_of_a_scan_in_a_checkpoint_that_is_linearized():

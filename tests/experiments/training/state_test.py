@@ -59,12 +59,12 @@ def test_the_noise_of_each_layer_is_that_of_the_seed():
     for seed in (0, 1):
         state = program.init(jnp.uint32(seed))
         model = nnx.merge(program.graph, state.params, state.rest)
-        states = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
+        states = {layer.path: layer.state for layer in layers(model) if layer.state is not None}
         words = {path: state.words[...].ravel() for path, state in states.items() if state.words is not None}
         alone = nm.nnx.sparsify(program.task.make(nnx.Rngs(0)), program.recipe, seed=jax.random.key(seed))
         for layer in layers(alone):
             if layer.path in words:
-                np.testing.assert_array_equal(words[layer.path], layer.site.words[...].ravel())
+                np.testing.assert_array_equal(words[layer.path], layer.state.words[...].ravel())
         found += map(tuple, words.values())
     assert found
     assert len(set(map(tuple, np.asarray(found).tolist()))) == len(found)
