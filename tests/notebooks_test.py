@@ -5,6 +5,7 @@ name none is looked for. Nothing of the tests' own settings reaches it, neither 
 notebook runs as it does for its reader, on a CPU.
 """
 
+import importlib.util
 import math
 import os
 import re
@@ -25,18 +26,21 @@ with warnings.catch_warnings():
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+COLUMNS = 88  # of a line of code, as on the pages: notebooks/ruff.toml has the same
 SECONDS = 300  # for a cell, on a machine that does other things beside
 # How far a number may be from the committed one, which is of jax 0.10. Another jax rounds differently, which training
 # amplifies, and keeps fewer bytes for a backward pass.
 RELATIVE, ABSOLUTE = (0.05 if jax.__version__.startswith("0.10.") else 0.15), 0.02
 INSTALL = """\
-# Installs nmjax where it is missing: a wheel beside this notebook (in Colab: upload one), else the clone around it.
+# Installs nmjax[experiments] where it is missing: from a wheel or a source archive
+# beside this notebook, else from the clone around it. In Colab, first upload a wheel:
+# `pip wheel --no-deps .` makes it in a clone.
 import glob
 import importlib.util
 
-if importlib.util.find_spec("nmjax") is None:
-    source = next(iter(glob.glob("nmjax-*.whl")), "..")
-    %pip install --quiet "{source}[experiments]"
+if not all(map(importlib.util.find_spec, ["nmjax", "matplotlib", "sklearn"])):
+    sources = [*glob.glob("nmjax-*.whl"), *glob.glob("nmjax-*.tar.gz"), ".."]
+    %pip install --quiet "{sources[0]}[experiments]"
 """.strip()
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)")
 FOREIGN = re.compile(r"(?<![\w<.*)/:])/(?:\w[\w.-]*/)+|\b[A-Z]:\\|\b0x[0-9a-f]{6,}")  # paths of a machine, addresses
@@ -111,10 +115,11 @@ def test_a_run_gives_what_is_committed(path):
 def test_what_is_committed_is_short_and_of_no_machine(path):
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
-    assert sum(len(cell.source.splitlines()) for cell in book.cells) < 200
+    assert sum(len(cell.source.splitlines()) for cell in book.cells) < 220
     assert set(book.metadata) == {"kernelspec", "language_info"}
     assert not any(cell.metadata for cell in book.cells)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [line for cell in code for line in cell.source.splitlines() if len(line) > COLUMNS] == []
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     for cell in code:
         assert not FOREIGN.search("\n".join(text for _, text in texts(cell)))
@@ -135,7 +140,8 @@ def test_a_notebook_is_a_lesson_that_runs_anywhere(path):
     assert [link for link in links if not (FOLDER / link).is_file()] == []
 
 
-def test_the_install_cell_does_nothing_where_nmjax_is_and_takes_a_wheel_first(tmp_path, monkeypatch):
+@pytest.mark.parametrize("missing", ["nmjax", "matplotlib", "sklearn"])
+def test_the_install_cell_does_nothing_where_all_is_there_and_takes_a_wheel_first(missing, tmp_path, monkeypatch):
     """The cell is run as Python, with a function in place of %pip."""
     source = INSTALL.replace("%pip install --quiet ", "pip(f").replace('[experiments]"', '[experiments]")')
     installed = []
@@ -143,11 +149,14 @@ def test_the_install_cell_does_nothing_where_nmjax_is_and_takes_a_wheel_first(tm
     monkeypatch.chdir(tmp_path)
     run()
     assert installed == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find(name))
     run()
-    (tmp_path / "nmjax-0.2.0-py3-none-any.whl").touch()
-    run()
-    assert installed == ["..[experiments]", "nmjax-0.2.0-py3-none-any.whl[experiments]"]
+    archive, wheel = "nmjax-0.2.0.tar.gz", "nmjax-0.2.0-py3-none-any.whl"
+    for name in (archive, wheel):
+        (tmp_path / name).touch()
+        run()
+    assert installed == ["..[experiments]", f"{archive}[experiments]", f"{wheel}[experiments]"]
 
 
 def test_the_notebooks_are_numbered():
