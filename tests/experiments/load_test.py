@@ -24,6 +24,8 @@ from experiments.training.checkpoints import Checkpoints
 from tests.experiments.outside_test import TASK
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, xla_flags
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--config.steps=12", "--config.evaluate=4", "--config.measure=0"]
 CONFIGS = {
     "averaged": [  # an image run on four devices that share its parameters, with averages, and state of a pruner
@@ -83,7 +85,6 @@ def paths(state) -> dict[str, np.ndarray]:
 # ---- of the program's own evaluation ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["averaged", "resnet"])
 @pytest.mark.parametrize("checkpoint", ["last", "best"])
 def test_images_are_scored_as_by_the_program(trained, name, checkpoint):
@@ -105,7 +106,6 @@ def test_images_are_scored_as_by_the_program(trained, name, checkpoint):
         np.testing.assert_allclose(nats(run.predict(x), y), line["hardened_loss"], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_texts_are_scored_as_by_the_program(trained):
     workdir = trained("text")
     run, (program, state) = load_run(workdir), evaluated(workdir, best=False)
@@ -116,7 +116,6 @@ def test_texts_are_scored_as_by_the_program(trained):
         np.testing.assert_allclose(nats(logits, windows[:, 1:]), wanted[f"{prefix}loss"], rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_that_the_evaluation_uses(trained, name):
     workdir, found = trained(name), {}
@@ -141,7 +140,6 @@ def test_weights_are_those_that_the_evaluation_uses(trained, name):
     assert any((found["last"][path] != found["best"][path]).any() for path in found["last"])
 
 
-@pytest.mark.slow
 def test_a_run_of_several_devices_lies_on_one_and_starts_no_mesh(trained, monkeypatch):
     workdir = trained("averaged")
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **__: pytest.fail("a mesh"))
@@ -170,7 +168,6 @@ def test_a_run_of_several_devices_is_loaded_on_a_machine_of_one(trained):
 # ---- without the data ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["averaged", "text"])
 def test_the_data_set_is_not_needed(trained, name, monkeypatch):
     workdir = trained(name)
@@ -182,7 +179,6 @@ def test_the_data_set_is_not_needed(trained, name, monkeypatch):
 # ---- inputs ----
 
 
-@pytest.mark.slow
 def test_images_may_be_integers_or_floats_and_one_alone(trained):
     run, x = load_run(trained("averaged")), images.load("digits").test[0][:5]
     wanted = run.predict(x)
@@ -240,7 +236,6 @@ def test_texts_may_be_tokens_or_a_str(trained):
 # ---- a task of one's own ----
 
 
-@pytest.mark.slow
 def test_a_task_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_sine.py").write_text(TASK.replace("sine:Sine", "own_sine:Sine"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -319,7 +314,6 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_read(trained, tmp_pa
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["12", "8"]
 
 
-@pytest.mark.slow
 def test_a_model_without_a_final_form_has_no_hardened_weights():
     recipe = nm.Recipe(((".*", "y_w=ste(uniform(2,4))"),))
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
@@ -345,7 +339,6 @@ def test_tasks_record_what_their_models_are_made_with():
         assert json.loads(json.dumps(task.sizes)) == task.sizes
 
 
-@pytest.mark.slow
 def test_the_schedules_of_a_run_that_stopped_early_are_those_of_its_whole_length(trained):
     about = json.loads((trained("resnet") / "run.json").read_text())
     config = ConfigDict(json.loads((trained("resnet") / "config.json").read_text()))

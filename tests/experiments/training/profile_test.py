@@ -18,6 +18,8 @@ from experiments.training.profile import Profile
 from experiments.training.screen import Screen
 from tests.experiments.runs import CONFIG, arrays, as_people_run_it as as_people_run_it, configured, timeless
 
+pytestmark = pytest.mark.slow
+
 LAYERS = [f"blocks/0/{name}" for name in ("attention/key", "attention/out", "attention/query", "attention/value")]
 LAYERS += ["blocks/0/mlp/down", "blocks/0/mlp/up"]
 
@@ -38,7 +40,6 @@ def runs(tmp_path_factory):
     return folder / "without", folder / "with", printed
 
 
-@pytest.mark.slow
 def test_a_profile_changes_no_number_of_the_run(runs):
     without, traced, _ = runs
     assert arrays(without) == arrays(traced)
@@ -46,7 +47,6 @@ def test_a_profile_changes_no_number_of_the_run(runs):
 
 
 @pytest.mark.rare
-@pytest.mark.slow
 def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     _, traced, printed = runs
     said = [text for text in printed if text.startswith("--profile")]
@@ -67,7 +67,6 @@ def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     assert not (runs[0] / "profile").exists()
 
 
-@pytest.mark.slow
 def test_the_breakdown_covers_the_whole_step(runs):
     found = json.loads((runs[1] / "profile" / "breakdown.json").read_text())
     assert (found["first"], found["steps"], found["devices"]) == (5, 3, jax.local_device_count())
@@ -107,7 +106,6 @@ def test_lines_of_metrics_tell_the_memory_and_no_share_of_an_unknown_peak(runs):
     assert "of the process" in summary["peak memory"]
 
 
-@pytest.mark.slow
 def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(device, "peak_flops", lambda kind, dtype: 1e11)
     command.main(["launch.py", *CONFIG, "--config.steps=8", "--config.evaluate=8", f"--workdir={tmp_path}"], "")
@@ -145,7 +143,6 @@ def test_traced_steps_come_after_warm_ones_if_there_are_enough(asked, start, tot
     assert len(said) == (count > 0)
 
 
-@pytest.mark.slow
 def test_a_run_that_ends_early_leaves_no_trace_open(tmp_path):
     said = []
     profile = Profile(2, SimpleNamespace(total=9), tmp_path, SimpleNamespace(line=said.append))
@@ -313,7 +310,6 @@ def test_the_peak_of_all_devices(monkeypatch):
 
 
 @pytest.mark.rare
-@pytest.mark.slow
 def test_the_memory_of_the_fullest_device_or_of_the_process():
     told = lambda peak: SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": peak, "bytes_in_use": 1})
     assert device.peak_memory([told(5), told(9)]) == {"device_memory": 9}
