@@ -53,7 +53,8 @@ class Selector(Pruner):
     """
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+        pruned = self.in_one_pass(x, axis, ctx)
+        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype)) if pruned is None else pruned
 
     def describe(self) -> Facts:
         return super().describe()._replace(selects=True)

@@ -32,7 +32,7 @@ class Axes(NamedTuple):
 class Ctx:
     """The context of a call: everything a pruner reads beside its array.
 
-    All but ``axes`` are data and may be traced. ``axes`` is static, and products set it.
+    All but ``axes`` and ``kernels`` are data and may be traced. These two are static, and products set them.
     Products and `nmjax.prune` derive the noise from key, step and slot. A pruner that is called directly uses the key
     as it is.
 
@@ -44,6 +44,8 @@ class Ctx:
       since: The step of the earlier ``refresh`` that returned the state. If None, it is the step before.
       partner: The norms of the rows of the product's other operand, of a shape that is broadcast with the array.
         Products set it for a pruner with ``reads_partner``.
+      kernels: The device whose kernels prune, such as `nmjax.kernels.tpu.Pruning`. None if XLA prunes. It is static,
+        and products set it.
 
     >>> import nmjax as nm
     >>> nm.mvue(2, 4)(jnp.ones(4), ctx=nm.Ctx(key=0))
@@ -56,12 +58,13 @@ class Ctx:
     axes: Axes | None = None
     since: Any = None
     partner: jax.Array | None = None
+    kernels: Any = None
 
     def replace(self, **changes: Any) -> "Ctx":
         """Return this context with some fields changed.
 
         >>> Ctx(key=0).replace(step=5)
-        Ctx(key=0, step=5, state=None, axes=None, since=None, partner=None)
+        Ctx(key=0, step=5, state=None, axes=None, since=None, partner=None, kernels=None)
         """
         return dataclasses.replace(self, **changes)
 
@@ -93,4 +96,6 @@ class Ctx:
         return Axes(others[-1] if others else None, tuple(a for a in others if 0 < a < ndim - 1), others=others)
 
 
-jax.tree_util.register_dataclass(Ctx, data_fields=["key", "step", "state", "since", "partner"], meta_fields=["axes"])
+jax.tree_util.register_dataclass(
+    Ctx, data_fields=["key", "step", "state", "since", "partner"], meta_fields=["axes", "kernels"]
+)

@@ -216,6 +216,24 @@ def top_of(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
     return _by_bisection(size, axis, n)
 
 
+def first_of(size: list[Int[Array, "..."]], n: Count) -> list[Bool[Array, "..."]]:
+    """Return for each member of groups whether it is among the n largest. Of equal ones the first are.
+
+    Args:
+      size: Integers, one array for each position of a group.
+      n: The number of members. It may be traced.
+
+    Returns:
+      One mask for each position.
+
+    >>> [hit.tolist() for hit in first_of([jnp.array([1]), jnp.array([5]), jnp.array([5])], 1)]
+    [[False], [True], [False]]
+    """
+    ahead = lambda i: [(v >= size[i] if j < i else v > size[i]) for j, v in enumerate(size) if j != i]
+    zero = jnp.zeros(size[0].shape, jnp.int32)
+    return [sum((a.astype(jnp.int32) for a in ahead(i)), zero) < n for i in range(len(size))]
+
+
 def _positions(size: Int[Array, "..."], axis: int) -> Int[Array, "..."]:
     """Return the position of every entry along an axis, in the dtype of ``size`` unless the axis is too long for it."""
     fits = size.shape[axis] <= np.iinfo(size.dtype).max

@@ -106,10 +106,13 @@ class KernelForm(NamedTuple):
 
     Attributes:
       members: A function (x, u, state) of the values at each position of a group, a list of m arrays; of one uniform in
-        [0, 1) for each group, None if it draws none, or a tuple of as many as ``keys`` returns; and of the state. It
+        [0, 1) for each group, None if it draws none, or a tuple of as many as ``keys`` returns; and of the scalar. It
         returns the values after pruning, in the same order.
       tile: The same for tiles of m x m values, m rows of m arrays. It takes the tile alone.
       keys: A function of the key of a call. It returns the key of each uniform.
+      each: True if a call draws a uniform for each value. ``members`` then takes a list of m arrays as u.
+      scalar: A function of the context and the dtype of a call. It returns the scalar: a number, or None. Without it
+        the scalar is the state.
       growth: A function of the state. It returns an upper bound of ``max |p(x)| / max |x|``, from which kernels derive
         the scale of FP8.
 
@@ -122,6 +125,8 @@ class KernelForm(NamedTuple):
     members: Callable[[list[jax.Array], Any, Any], list[jax.Array]] | None = None
     tile: Callable[[list[list[jax.Array]]], list[list[jax.Array]]] | None = None
     keys: Callable[[Any], tuple[Any, ...]] = lambda key: (key,)
+    each: bool = False
+    scalar: Callable[[Ctx, Any], Any] | None = None
     growth: Callable[[Any], Any] = lambda state: 1.0
 
 
@@ -278,6 +283,10 @@ class Pruner(Value):
     def kernel_form(self) -> KernelForm:
         """What kernels call in its place. By default nothing, so that no kernel prunes by it."""
         return KernelForm()
+
+    def in_one_pass(self, x: jax.Array, axis: int, ctx: Ctx) -> jax.Array | None:
+        """Return what a call returns, computed by a kernel of ``ctx.kernels``; None if there is none that serves."""
+        return None if ctx.kernels is None else ctx.kernels.prune(self, x, axis, ctx)
 
     # ---- state and final form ----
 

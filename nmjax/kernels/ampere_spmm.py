@@ -24,10 +24,10 @@ from jaxtyping import Array, Float
 from nmjax.core import versions
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.ampere import AmpereConfig
+from nmjax.kernels.batches import result
 from nmjax.kernels.family import Shape, Target
 from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.targets import result
 
 Ref = Any  # a reference to memory of the device, inside a kernel
 

@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, UInt
 
 from nmjax.core import versions
 from nmjax.kernels import emulation
+from nmjax.kernels.batches import result
 from nmjax.kernels.blackwell import BlackwellConfig
 from nmjax.kernels.family import Shape, Target
 from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.targets import result
 
 Ref = Any  # a reference to a block of an array, inside a kernel
 

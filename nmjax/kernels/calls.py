@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, UInt32
 
@@ -23,10 +22,10 @@ from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import shards, tuning
 from nmjax.kernels.activations import Activation
+from nmjax.kernels.batches import mapped
 from nmjax.kernels.family import Config, Shape, Target
 from nmjax.kernels.format import Packed, pack, unpack
 from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, FAMILIES, Copy
-from nmjax.kernels.targets import as_varying, varying
 from nmjax.pruners import float8, identity
 from nmjax.pruners.unbiased import group_uniforms
 
@@ -85,9 +84,9 @@ def _product(
     axis: int, order: str, shape: Shape, target: Target, config: Config | None, scaled: bool
 ) -> Callable[..., jax.Array]:  # fmt: skip
     if target.devices == 1:
-        return _mapped(_multiply(axis, order, shape, target, config, scaled))
+        return mapped(_multiply(axis, order, shape, target, config, scaled))
     multiply = partial(_multiply, axis, order, target=target, config=None, scaled=scaled)
-    return _mapped(shards.product(lambda part: multiply(shape=part), shape, order == "words16", target))
+    return mapped(shards.product(lambda part: multiply(shape=part), shape, order == "words16", target))
 
 
 def _multiply(
@@ -166,7 +165,7 @@ def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Pac
     def call(x: jax.Array, words: jax.Array, scale: jax.Array) -> Packed:
         return _in_parts(partial(compress, whole=x.shape), x, (words, scale), (64, 64), outputs, target)
 
-    return _mapped(call)
+    return mapped(call)
 
 
 def compress_activated(
@@ -198,7 +197,7 @@ def _compression_activated(activation: Activation, pruner: Pruner, target: Targe
         origin = jnp.zeros(3, jnp.int32)
         return _kernels().packing.compress_activated(h, g, words, scale, origin, whole=g.shape, **options)
 
-    return _mapped(call)
+    return mapped(call)
 
 
 def compress_both(
@@ -219,7 +218,7 @@ def compress_both(
 def _compression_both(pruner: Pruner, target: Target) -> Callable[..., tuple[Packed, Packed]]:
     both = partial(_kernels().tiles.compress_both, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw", "bij", "bjiw")
-    return _mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
+    return mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
 
 
 def copies(
@@ -272,7 +271,7 @@ def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tup
         forms = _in_parts(partial(copies, whole=x.shape), x, (words, factors), block, outputs, target)
         return list(zip(forms, (1 / factors[:, 1:]).T, strict=True))
 
-    return _mapped(call)
+    return mapped(call)
 
 
 def _in_parts(
@@ -309,28 +308,3 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _unflat(form: Any, batch: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda v: v.reshape(*batch, *v.shape[1:]), form)
-
-
-def _mapped(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a kernel over arrays with a batch in front ready for `jax.vmap` and `jax.shard_map`.
-
-    vmap enlarges the batch. Under shard_map, if one input varies over an axis, all are marked as varying. The kernel is
-    a jitted function, so that it is traced and lowered once for all layers of a shape.
-    """
-    once = jax.jit(call)
-
-    @custom_vmap
-    def mapped(*arrays: jax.Array) -> Any:
-        axes = varying(*arrays)
-        out = once(*(as_varying(v, axes) for v in arrays))
-        return jax.tree.map(lambda v: as_varying(v, axes), out)
-
-    @mapped.def_vmap
-    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        spread = lambda v, is_batched: v if is_batched else jnp.broadcast_to(v, (size, *v.shape))
-        enlarged = [spread(v, b) for v, b in zip(arrays, batched, strict=True)]
-        out = mapped(*(v.reshape(-1, *v.shape[2:]) for v in enlarged))
-        out = jax.tree.map(lambda v: v.reshape(size, -1, *v.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return mapped

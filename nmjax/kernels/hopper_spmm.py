@@ -28,11 +28,11 @@ from jaxtyping import Array, Float
 
 from nmjax.core import versions
 from nmjax.kernels import emulation, instructions
+from nmjax.kernels.batches import result
 from nmjax.kernels.family import Shape, Target
 from nmjax.kernels.format import Packed
 from nmjax.kernels.hopper import HopperConfig
 from nmjax.kernels.hopper_geometry import Geometry, Ref
-from nmjax.kernels.targets import result
 
 _ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 per register: with pairs, ptxas would serialise the WGMMAs
 

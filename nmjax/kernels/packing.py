@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Int, UInt
 from nmjax.core import random, versions
 from nmjax.core.pruner import Pruner
 from nmjax.kernels.activations import Activation, times_derivative
+from nmjax.kernels.batches import result
 from nmjax.kernels.format import Packed, two_of_four
-from nmjax.kernels.targets import result
 from nmjax.pruners import identity
 
 Ref = Any  # a reference to a block of an array, inside a kernel

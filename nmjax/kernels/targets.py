@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from jax.typing import DTypeLike
 
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.family import Target
 from nmjax.kernels.limits import FAMILIES
+from nmjax.kernels.tpu import Pruning
 
 BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
 """The ways to compute products of pruned operands.
@@ -31,8 +31,8 @@ BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
 
 
 @contextmanager
-def on(kind: str, cores: int = 132) -> Iterator[None]:
-    """Plan and trace programs for one GPU of this kind, which need not be there.
+def on(kind: str, cores: int | None = None) -> Iterator[None]:
+    """Plan and trace programs for one GPU or TPU of this kind, which need not be there.
 
     >>> with on("NVIDIA H200"):
     ...     target("auto")
@@ -40,9 +40,10 @@ def on(kind: str, cores: int = 132) -> Iterator[None]:
 
     Args:
       kind: The name of the device, as ``jax.Device.device_kind`` gives it.
-      cores: The number of its streaming multiprocessors.
+      cores: The number of its streaming multiprocessors, 132 if it is None; or of the cores of a TPU, 1.
     """
-    device = AbstractDevice(kind, cores, "gpu")
+    is_tpu = kind.startswith("TPU")
+    device = AbstractDevice(kind, cores or (1 if is_tpu else 132), "tpu" if is_tpu else "gpu")
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -85,6 +86,32 @@ def target(backend: str) -> Target | Refusal:
             return devices
         devices = 1
     return Target(kind, family, int(cores or 132), devices=devices)
+
+
+def pruning(backend: str) -> Pruning | Refusal:
+    """Return the device whose kernels prune arrays in one pass, or the reason why XLA prunes.
+
+    >>> with on("TPU v5 lite"):
+    ...     pruning("auto")
+    Pruning('TPU v5 lite')
+
+    Args:
+      backend: One of `BACKENDS`.
+    """
+    if platform() != "tpu":
+        return Refusal("only TPUs have kernels that prune without packing")
+    if backend == "xla":
+        return Refusal("backend='xla'")
+    mesh = jax.sharding.get_abstract_mesh()
+    abstract = getattr(mesh, "abstract_device", None)
+    kinds = {own for own, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
+    if AxisType.Auto in kinds or (mesh.empty and jax.device_count() > 1):
+        return Refusal(
+            "a kernel cannot see how arrays lie on several devices: set a mesh of explicit axes, as "
+            "jax.set_mesh(jax.make_mesh(...)), or call the layer in jax.shard_map"
+        )
+    kind = _concrete().device_kind if abstract is None else abstract.device_kind
+    return Pruning(kind, backend == "interpret")
 
 
 def platform() -> str:
@@ -138,23 +165,3 @@ def _devices(mesh: AbstractMesh) -> int | Refusal:
             "automatic, or call the layer in jax.shard_map over all axes"
         )
     return math.prod(free.values())
-
-
-# ---- devices that hold different values, in jax.shard_map ----
-
-
-def varying(*inputs: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Return the axes of `jax.shard_map` along which at least one of the inputs varies."""
-    return frozenset().union(*(jax.typeof(v).manual_axis_type.varying for v in inputs))
-
-
-def result(shape: tuple[int, ...], dtype: DTypeLike, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the type of a kernel's result, which varies along every axis that an input varies along."""
-    kind = jax.typeof(inputs[0]).manual_axis_type.update(varying=varying(*inputs))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
-
-
-def as_varying(y: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Mark a value as varying along these axes."""
-    missing = axes - varying(y)
-    return jax.lax.pcast(y, tuple(missing), to="varying") if missing else y

@@ -30,6 +30,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float, Int, UInt
 
 from nmjax.core.pruner import Pruner
+from nmjax.kernels.batches import result
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import Copy
 from nmjax.kernels.packing import (
@@ -49,7 +50,6 @@ from nmjax.kernels.packing import (
     uniforms,
     unpaired,
 )
-from nmjax.kernels.targets import result
 from nmjax.pruners import float8, identity
 
 Ref = Any  # a reference to a block of an array, inside a kernel

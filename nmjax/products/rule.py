@@ -27,9 +27,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
+from nmjax.core.refusal import Refusal
 from nmjax.core.value import told
 from nmjax.kernels import calls
-from nmjax.kernels.targets import as_varying, check_backend, varying
+from nmjax.kernels.batches import as_varying, varying
+from nmjax.kernels.targets import check_backend, pruning
 from nmjax.products.applying import (
     PARTNER_SLOT,
     StaticProduct,
@@ -135,6 +137,9 @@ def prepare(
         raise TypeError(f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {wrong}.")
     if ctx.key is not None:
         ctx = ctx.replace(key=random.words(ctx.key))
+    if ctx.kernels is None:
+        device = pruning(backend)
+        ctx = ctx.replace(kernels=None if isinstance(device, Refusal) else device)
     if sparsity.else_dense:
         sparsity, _ = fitting(op, lhs, rhs, sparsity)
     left, right = sparsity.slots["y_x"], sparsity.slots["y_w"]

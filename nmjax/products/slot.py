@@ -169,7 +169,7 @@ def slot_context(ctx: Ctx, name: str) -> Ctx:
     state, key = slot_state(ctx.state, name), None
     if ctx.key is not None:
         key = random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(name))
-    return Ctx(key, ctx.step, state, since=ctx.since)
+    return Ctx(key, ctx.step, state, since=ctx.since, kernels=ctx.kernels)
 
 
 def slot_state(state: Any, name: str) -> Any:

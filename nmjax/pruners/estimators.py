@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Facts, NormalForm, Pruner, check_inner
+from nmjax.core.pruner import Facts, KernelForm, NormalForm, Pruner, check_inner
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import LAST_STEP, Schedule, constant, cosine, exponential, linear, stairs
 
@@ -196,9 +197,28 @@ class decay(Pruner):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self.gradient == "ste":
             return straight_through(replace(self, gradient="autodiff"), axis, x, ctx.traceable())
-        factor = jnp.asarray(self.schedule(ctx.step)).astype(x.dtype)
+        pruned = self.in_one_pass(x, axis, ctx)
+        if pruned is not None:
+            return pruned
+        factor = self._factor(ctx, x.dtype)
         faded = jnp.where(factor == 0, jnp.zeros((), x.dtype), factor * x)
         return jnp.where(self.p.mask(x, axis, ctx), x, faded)
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        form = self.p.kernel_form
+        if form.members is None or form.scalar is not None or self.p.facts.has_state:
+            return KernelForm()
+        return KernelForm(partial(self._members, form.members), form.keys, form.each, scalar=self._factor)
+
+    def _members(self, prune: Any, x: list[jax.Array], u: Any, factor: Any) -> list[jax.Array]:
+        bits = lambda v: lax.bitcast_convert_type(v, jnp.int32)  # those of a kept -0 are not zero
+        faded = [jnp.where(factor == 0, 0.0, factor * v) for v in x]
+        return [jnp.where(bits(kept) != 0, v, gone) for kept, v, gone in zip(prune(x, u, None), x, faded, strict=True)]
+
+    def _factor(self, ctx: Ctx, dtype: Any) -> jax.Array:
+        """Return the factor of dropped values, in the dtype of the array."""
+        return jnp.asarray(self.schedule(ctx.step)).astype(dtype)
 
     def kept(self, step: int | None = None, across: bool = False) -> float:
         return 1.0 if self._fades(step) else self.p.kept(step, across)

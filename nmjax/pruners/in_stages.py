@@ -14,9 +14,9 @@ from nmjax.core import groups
 from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link
-from nmjax.core.pruner import Facts, NormalForm, Pruner, check_inner, join_states, split_ctx
+from nmjax.core.pruner import Facts, KernelForm, NormalForm, Pruner, check_inner, join_states, split_ctx
 from nmjax.pruners.input_norms import keep_norms
-from nmjax.pruners.magnitude import mse
+from nmjax.pruners.magnitude import largest, mse
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import check_rows, row_at
 
@@ -76,15 +76,28 @@ class stages(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self._one_m() is not None:
-            return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+            pruned = self.in_one_pass(x, axis, ctx)
+            return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype)) if pruned is None else pruned
         return self._switch(ctx, lambda p, part: p(x, axis, part))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         m = self._one_m()
         if m is not None:
-            ns = jnp.array([p.n if isinstance(p, mse) else m for p in self.parts], jnp.int32)
-            return groups.top(x, axis, ns[row_at(self.rows, ctx.step)], m)
+            return groups.top(x, axis, self._n(ctx, m), m)
         return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        m = self._one_m()
+        if m is None:
+            return KernelForm()
+        members = lambda x, u, n: largest(x, n.astype(jnp.int32))
+        return KernelForm(members, scalar=lambda ctx, dtype: self._n(ctx, m))
+
+    def _n(self, ctx: Ctx, m: int) -> jax.Array:
+        """Return the number of values to keep of every m at a step."""
+        ns = jnp.array([p.n if isinstance(p, mse) else m for p in self.parts], jnp.int32)
+        return ns[row_at(self.rows, ctx.step)]
 
     def _one_m(self) -> int | None:
         """Return m if all rows are `mse` with this m or `identity`, at least one `mse`. Otherwise return None."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nmjax.core import fusion, groups
+from nmjax.core import groups
 from nmjax.core.bases import Grouped, Selector
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import KernelForm
@@ -47,10 +47,15 @@ class mse(Selector, Grouped):
         return KernelForm(self._members)
 
     def _members(self, x: list[jax.Array], u: Any, state: Any) -> list[jax.Array]:
-        size = [groups.magnitude(v).astype(jnp.int32) for v in x]
-        pruned = []
-        for i, (v, mine) in enumerate(zip(x, size, strict=True)):
-            ahead = [other >= mine if j < i else other > mine for j, other in enumerate(size) if j != i]
-            kept = fusion.total(a.astype(jnp.int32) for a in ahead) < self.n
-            pruned.append(jnp.where(kept, v, jnp.zeros((), v.dtype)))
-        return pruned
+        return largest(x, self.n)
+
+
+def largest(x: list[jax.Array], n: Any) -> list[jax.Array]:
+    """Return the members of groups, with zeros in the place of all but the n largest magnitudes.
+
+    Args:
+      x: The members, one array for each position of a group.
+      n: The number of values to keep. It may be traced.
+    """
+    hits = groups.first_of([groups.magnitude(v).astype(jnp.int32) for v in x], n)
+    return [jnp.where(hit, v, jnp.zeros((), v.dtype)) for hit, v in zip(hits, x, strict=True)]

@@ -5,6 +5,7 @@ without a scale (``rescale=False``): the mean of a product is then n/m of the ex
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 from nmjax.core import fusion, groups, random
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Facts
+from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,7 +49,17 @@ class uniform(Grouped):
         return super().describe()._replace(stochastic=True, selects=not self.rescale, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self.sample(x, self.draw(x, axis, ctx), axis)
+        pruned = self.in_one_pass(x, axis, ctx)
+        return self.sample(x, self.draw(x, axis, ctx), axis) if pruned is None else pruned
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        return KernelForm(self._members, each=True)
+
+    def _members(self, x: list[jax.Array], u: Any, scalar: Any) -> list[jax.Array]:
+        hits = groups.first_of([lax.bitcast_convert_type(v, np.int32) for v in u], self.n)
+        scale = self.m / self.n if self.rescale else 1.0
+        return [jnp.where(hit, groups.wide(v) * scale, 0.0).astype(v.dtype) for hit, v in zip(hits, x, strict=True)]
 
     def draw(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:
         """Return the random numbers of a call: one uniform in [0, 1) for every value.

@@ -65,6 +65,9 @@ class soft(Remembering, Grouped):
         return super().describe()._replace(keeps_zeros=True, needs_state=False, has_state=frozen)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        pruned = self.in_one_pass(x, axis, ctx)
+        if pruned is not None:
+            return pruned
         shrunk = self._shrunk(x, axis)
         if self.scale == "now":
             shrunk = shrunk * self._best(x, shrunk).astype(shrunk.dtype)
@@ -131,10 +134,7 @@ def _shrunk_members(x: list[jax.Array], n: int) -> list[jax.Array]:
     """Return the members of groups, shrunk by the largest dropped magnitude of their group."""
     w = [groups.wide(v) for v in x]
     order = [groups.magnitude(v) for v in w]  # of float32: XLA shuffles 16-bit integers at twice the cost
-    kept = []
-    for i, mine in enumerate(order):
-        ahead = [other >= mine if j < i else other > mine for j, other in enumerate(order) if j != i]
-        kept.append(fusion.total(a.astype(jnp.int32) for a in ahead) < n)
+    kept = groups.first_of(order, n)
     threshold = functools.reduce(jnp.maximum, (jnp.where(k, 0.0, jnp.abs(v)) for k, v in zip(kept, w, strict=True)))
     return [_beyond(v, threshold, k) for v, k in zip(w, kept, strict=True)]
 

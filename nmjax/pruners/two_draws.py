@@ -63,7 +63,8 @@ class mvue_approx(Grouped):
         return super().describe()._replace(stochastic=True, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self.sample(x, self.draw(x, axis, ctx), axis)
+        pruned = self.in_one_pass(x, axis, ctx)
+        return self.sample(x, self.draw(x, axis, ctx), axis) if pruned is None else pruned
 
     def draw(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> tuple[jax.Array, jax.Array]:
         """Return the random numbers of a call: for each of the two draws, one uniform in [0, 1) for every group.
@@ -124,15 +125,17 @@ def _chosen(
     """
     a, undo = weights(size)
     first, second = above_zero(first, undo), above_zero(second, undo)
-    few = fusion.total((v > 0).astype(jnp.float32) for v in a) <= 2  # no choice: keep all non-zeros
+    count = fusion.total((v > 0).astype(jnp.float32) for v in a)
+    few, many = count <= 2, count > 2  # few: no choice, keep all non-zeros
     others = _sums_of_others(a)
     total = a[0] + others[0]
     t = [jnp.where(few, 0.0, v / jnp.where(few, 1.0, total)) for v in a]
     odds = [jnp.where(few, 0.0, s / jnp.where(few, 1.0, o)) for s, o in zip(t, others, strict=True)]
-    p = [s + v * o for s, v, o in zip(t, a, _sums_of_others(odds), strict=True)]
+    second_draw = [jnp.maximum(v * o, 0) for v, o in zip(a, _sums_of_others(odds), strict=True)]
+    p = [s + v for s, v in zip(t, second_draw, strict=True)]  # the maximum: no device rounds product and sum at once
     i = _draw(a, first)
     j = _draw([jnp.where(drawn, 0.0, v) for drawn, v in zip(i, a, strict=True)], second)
-    return [jnp.where(few, v > 0, b | c) for v, b, c in zip(a, i, j, strict=True)], p
+    return [few & (v > 0) | many & (b | c) for v, b, c in zip(a, i, j, strict=True)], p
 
 
 def _sums_of_others(a: list[jax.Array]) -> list[jax.Array]:
@@ -147,11 +150,11 @@ def _sums_of_others(a: list[jax.Array]) -> list[jax.Array]:
 def _draw(a: list[jax.Array], u: jax.Array) -> list[jax.Array]:
     """Choose one member of each group with probability in proportion to ``a``, and never one of weight 0."""
     total = fusion.total(a)
-    upto, free = jnp.zeros_like(total), jnp.ones_like(total, bool)  # not ~done: Mosaic has no ~
+    upto, free = jnp.zeros_like(total), jnp.ones_like(total)  # a number: Mosaic selects no booleans, and has no ~
     hits: list[jax.Array] = []
     for v in a:
         upto = upto + v
         reached = (v > 0) & ((u * total < upto) | (upto >= total))
-        hits.append(free & reached)
-        free = jnp.where(reached, False, free)
+        hits.append((free > 0) & reached)
+        free = jnp.where(reached, 0.0, free)
     return hits

@@ -59,7 +59,8 @@ class mvue(Grouped):
         return super().describe()._replace(stochastic=True, keeps_zeros=True)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self.sample(x, self.draw(x, axis, ctx), axis)
+        pruned = self.in_one_pass(x, axis, ctx)
+        return self.sample(x, self.draw(x, axis, ctx), axis) if pruned is None else pruned
 
     def draw(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float32[Array, "..."]:
         """Return the random numbers of a call: one uniform in [0, 1) for every group.

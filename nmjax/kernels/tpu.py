@@ -1,0 +1,154 @@
+"""Pruning on a TPU in one pass: what its kernel serves, and the call.
+
+This file imports no Pallas, so that a plan can be made where no kernel can run.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from nmjax.core import groups, random
+from nmjax.core.context import Ctx
+from nmjax.core.pruner import Pruner
+from nmjax.core.refusal import Refusal
+from nmjax.core.value import Value
+from nmjax.kernels.batches import mapped
+
+MOST = 16  # members of a group
+
+
+@dataclass(frozen=True, repr=False)
+class Pruning(Value):
+    """A TPU that prunes in one pass. Products pass it to pruners as ``ctx.kernels``.
+
+    Args:
+      kind: The device, as ``jax.Device.device_kind`` names it.
+      interpret: True to simulate its kernels on a CPU.
+
+    >>> import nmjax as nm
+    >>> print(Pruning("TPU v5 lite").refusal(nm.mse(2, 32), (8, 64), jnp.float32, 1))
+    mse(2,32) has groups of 32, and kernels prune groups of at most 16
+    """
+
+    kind: str
+    interpret: bool = False
+
+    def refusal(
+        self, p: Pruner, shape: tuple[int, ...], dtype: Any, axis: int, other: int | None = None
+    ) -> Refusal | None:
+        """Return the reason why XLA prunes an array in the place of a kernel, or None if a kernel does.
+
+        Args:
+          p: The pruner.
+          shape: The shape of the array.
+          dtype: Its dtype.
+          axis: The axis of the groups, not negative.
+          other: The other axis of a pruner of tiles.
+        """
+        form, m = p.kernel_form, p.facts.block
+        if form.members is None and form.tile is None:
+            return Refusal(f"{p} has no kernel")
+        if m > MOST:
+            return Refusal(f"{p} has groups of {m}, and kernels prune groups of at most {MOST}")
+        if jnp.dtype(dtype).name not in ("float32", "bfloat16"):
+            return Refusal(f"{jnp.dtype(dtype).name}: kernels prune float32 and bfloat16")
+        if len(shape) < 2:
+            return Refusal(f"an array of shape {shape} has no tiles of 8 x 128")
+        if form.members is None and other is not None and {axis, other} != {len(shape) - 1, len(shape) - 2}:
+            return Refusal(f"{p} prunes axes {axis} and {other}, and kernels prune tiles of the last two")
+        return None
+
+    def prune(self, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> jax.Array | None:
+        """Return ``p(x, axis, ctx)``, computed by a kernel; None if it is refused."""
+        axis = groups.position(x.ndim, axis)
+        other = ctx.axes_of(x.ndim, axis).other if p.facts.tiles else None
+        if x.shape[axis] % p.facts.block or (other is not None and x.shape[other] % p.facts.block):
+            return None  # the definition says what is wrong
+        if self.refusal(p, x.shape, x.dtype, axis, other) is not None or (p.facts.stochastic and ctx.key is None):
+            return None
+        return _differentiable(self, p, axis, x, ctx.traceable())
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _differentiable(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
+    """Prune by a kernel, with the derivative of the definition."""
+    form = p.kernel_form
+    words = jnp.zeros(2, jnp.uint32)
+    if p.facts.stochastic:
+        words = jnp.concatenate([jnp.stack(random.scrambled(random.words(key))) for key in form.keys(ctx.key)])
+    scalar = ctx.state if form.scalar is None else form.scalar(ctx, x.dtype)
+    scalar = jnp.asarray(1.0 if scalar is None else scalar, jnp.float32).reshape(1)
+    call = partial(_local, device, p, axis, x.shape)
+    spec = jax.typeof(x).sharding.spec
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return call((0,) * x.ndim, x, words[None], scalar)
+
+    def part(x: jax.Array, words: jax.Array, scalar: jax.Array) -> jax.Array:
+        start = [lax.axis_index(names) * size if names else 0 for names, size in zip(spec, x.shape, strict=True)]
+        return call(start, x, words, scalar)
+
+    specs = (spec, PartitionSpec(), PartitionSpec())
+    return jax.shard_map(part, in_specs=specs, out_specs=spec, check_vma=False)(x, words[None], scalar)
+
+
+@_differentiable.defjvp
+def _(device: Pruning, p: Pruner, axis: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, ctx = primals
+    by_xla = lambda x: p(x, axis, replace(ctx, kernels=None))
+    return _differentiable(device, p, axis, x, ctx), jax.jvp(by_xla, (x,), tangents[:1])[1]
+
+
+def _local(
+    device: Pruning, p: Pruner, axis: int, whole: tuple[int, ...], start: Any, x: jax.Array, words: jax.Array,
+    scalar: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Prune an array that begins at ``start`` in the whole one."""
+    view = _view(p, axis, x.ndim)
+    front = axis if view == "matrices" else x.ndim - 2
+    core = lambda sides: _core(view, tuple(sides[front:]))
+    shape, full = core(x.shape), core(whole)
+    draws = math.prod(full) if p.kernel_form.each else math.prod(full) // p.facts.block
+    numbers = jnp.zeros(x.shape[:front], jnp.uint32)
+    for d in range(front):
+        place = lax.broadcasted_iota(jnp.uint32, numbers.shape, d) + jnp.asarray(start[d]).astype(jnp.uint32)
+        numbers = numbers + place * np.uint32(math.prod(whole[d + 1 : front]) * draws % 2**32)
+    origin = list(start[front:])
+    if view == "matrices":
+        origin = [origin[0], *([0] if len(full) > len(origin) else [origin[1]]), *origin[-2:]]
+    by = [p.facts.block if d == (1 if view == "columns" else 0) else 1 for d in range(len(origin))]
+    origin = jnp.stack([jnp.asarray(v, jnp.int32) // size for v, size in zip(origin, by, strict=True)])
+    call = _kernel(p, view, full, device.interpret)
+    flat = x.reshape(-1, *shape)
+    y = call(flat, words, scalar, lax.bitcast_convert_type(numbers.reshape(-1), jnp.int32), origin[None])
+    return y.reshape(x.shape)
+
+
+def _view(p: Pruner, axis: int, ndim: int) -> str:
+    if p.kernel_form.members is None:
+        return "tiles"
+    return {ndim - 1: "columns", ndim - 2: "rows"}.get(axis, "matrices")
+
+
+def _core(view: str, sides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of one array of the batch as the kernel sees it."""
+    return (sides[0], math.prod(sides[1:-2]), *sides[-2:]) if view == "matrices" else sides
+
+
+@lru_cache
+def _kernel(p: Pruner, view: str, whole: tuple[int, ...], interpret: bool) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, words: jax.Array, scalar: jax.Array, numbers: jax.Array, origin: jax.Array) -> jax.Array:
+        from nmjax.kernels import tpu_prune
+
+        options = {"pruner": p, "view": view, "whole": whole, "interpret": interpret}
+        return tpu_prune.prune(x, words, scalar, numbers, origin[0], **options)
+
+    return mapped(call)

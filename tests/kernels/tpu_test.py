@@ -1,0 +1,191 @@
+"""Pruning on TPUs: the kernels give the bits of the definition, simulated on a CPU."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import nmjax as nm
+from nmjax.kernels.targets import pruning
+from nmjax.kernels.tpu import Pruning
+from tests.products.products_test import normal
+
+pytestmark = [pytest.mark.kernels, pytest.mark.sampled]
+
+TPU = Pruning("TPU v5 lite", interpret=True)
+KEY, STEP = np.uint32([3, 7]), 30
+SCALE = np.float32(1.25)  # of `soft`
+
+PRUNERS = [
+    "mse(2,4)", "mse(1,2)", "mse(3,5)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue(3,8)", "mvue(2,7)",
+    "mvue_approx(2,4)", "soft(2,4)", "soft(2,4,'one')", "soft(5,8)", "uniform(2,4)", "uniform(1,3,rescale=False)",
+    "transposable(2,4)", "decay(mse(2,4),linear(1,0,100))", "decay(mse(2,4),linear(1,0,100),'autodiff')",
+    "decay(mse(2,4),linear(1,0,20))", "ste(mse(2,4))", "sr_ste(mse(2,4),2e-4)", "chain(mse(2,4),mvue(1,4))",
+    "stages(((0,identity),(5,mse(3,4)),(50,mse(2,4))))",
+]  # fmt: skip
+SHAPES = {  # k stands for the axis of groups
+    "rows": ("k", 48), "columns": (48, "k"), "batch of rows": (2, 3, "k", 40), "batch of columns": (2, 60, "k"),
+    "matrices": (3, "k", 5, 24), "deep matrices": ("k", 2, 5, 8), "many columns": (520, "k"), "narrow": ("k", 1),
+}  # fmt: skip
+SIZES = {"rows": 40, "columns": 40, "many columns": 3}  # in groups; 13 of the others
+SPECIAL = np.array([np.nan, -0.0, np.inf, -np.inf, 1e-41, 3e38, 0.0], np.float32)
+
+
+def array(shape, m, dtype, tiles=False):
+    groups = SIZES.get(shape, 13)
+    sides = tuple(groups * m if side == "k" else -(-side // m) * m if tiles else side for side in SHAPES[shape])
+    x = np.array(normal(1, *sides))
+    flat = x.reshape(-1)
+    flat[5::11][: len(SPECIAL)] = SPECIAL[: len(flat[5::11])]
+    flat[3::7] = flat[2::7][: len(flat[3::7])]  # ties
+    return jnp.asarray(x).astype(dtype), SHAPES[shape].index("k")
+
+
+def bits(v):
+    return np.asarray(v).view({2: np.uint16, 4: np.uint32}[v.dtype.itemsize])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def called(p, x, axis, ctx):
+    return p(x, axis, ctx)
+
+
+def context(p):
+    return nm.Ctx(key=KEY, step=STEP, state=SCALE if p.facts.has_state else None)
+
+
+def runs_a_kernel(f, *args):
+    return "pallas_call" in str(jax.make_jaxpr(f)(*args))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("text", PRUNERS)
+def test_a_kernel_gives_the_bits_of_the_definition(text, shape, dtype):
+    p = nm.parse_pruner(text)
+    if p.facts.tiles and ("matrices" in shape or shape == "narrow"):
+        pytest.skip("its tiles lie along the last two axes")
+    x, axis = array(shape, p.facts.block, dtype, p.facts.tiles)
+    ctx = context(p)
+    on_tpu = ctx.replace(kernels=TPU)
+    assert runs_a_kernel(lambda x, ctx: p(x, axis, ctx), x, on_tpu.traceable())
+    np.testing.assert_array_equal(bits(called(p, x, axis, on_tpu)), bits(called(p, x, axis, ctx)))
+
+
+@pytest.mark.parametrize("text", ["mse(2,4)", "mvue(2,4)", "soft(2,4)", "mvue_approx(2,4)", "uniform(2,4)"])
+def test_a_batch_of_keys_and_scales_is_mapped(text):
+    p, x = nm.parse_pruner(text), normal(2, 3, 24, 20)
+    keys, scales = jnp.arange(6, dtype=jnp.uint32).reshape(3, 2), jnp.array([0.5, 1.0, 2.0])
+    ctx = lambda key, scale, device: nm.Ctx(key, STEP, scale if p.facts.has_state else None, kernels=device)
+    f = lambda device: jax.vmap(lambda x, key, scale: p(x, -2, ctx(key, scale, device)))(x, keys, scales)
+    np.testing.assert_array_equal(f(TPU), f(None))
+
+
+@pytest.mark.parametrize("spec", [P("a", None), P(None, "b"), P("b", "a"), P(("a", "b"), None), P()], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("text", ["mvue(2,4)", "uniform(2,4)", "mse(2,4)", "transposable(2,4)"])
+def test_every_device_prunes_its_part(text, axis, spec):
+    """The draws are numbered in the whole array, so that they do not depend on how it is cut."""
+    p, x = nm.parse_pruner(text), normal(3, 32, 48)
+    expected = called(p, x, axis, nm.Ctx(KEY, STEP))
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        cut, ctx = jax.reshard(x, spec), nm.Ctx(KEY, STEP, kernels=TPU)
+        assert runs_a_kernel(lambda x: p(x, axis, ctx), cut)
+        y = called(p, cut, axis, ctx)
+        assert jax.typeof(y).sharding.spec == jax.typeof(cut).sharding.spec
+        np.testing.assert_array_equal(y, expected)
+    cut = jax.device_put(normal(3, 2, 3, 32, 24), jax.NamedSharding(mesh, P("a", None, "b", None)))
+    with jax.set_mesh(mesh):
+        y = called(p, cut, -1, ctx)
+    np.testing.assert_array_equal(y, called(p, normal(3, 2, 3, 32, 24), -1, nm.Ctx(KEY, STEP)))
+
+
+def test_matrices_are_cut_too():
+    p, x = nm.mvue(2, 4), normal(4, 16, 6, 20)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        for spec in (P("a", "b", None), P(None, "a", "b"), P(("a", "b"), None, None)):
+            y = called(p, jax.reshard(x, spec), 0, nm.Ctx(KEY, STEP, kernels=TPU))
+            np.testing.assert_array_equal(y, called(p, x, 0, nm.Ctx(KEY, STEP)))
+
+
+@pytest.mark.parametrize("text", ["mse(2,4)", "soft(2,4)", "decay(mse(2,4),linear(1,0,100),'autodiff')"])
+def test_the_derivative_is_that_of_the_definition(text):
+    p, x, t = nm.parse_pruner(text), normal(5, 24, 20), normal(6, 24, 20)
+    loss = lambda device: lambda x: jnp.sum(p(x, 0, context(p).replace(kernels=device)) * t)
+    np.testing.assert_array_equal(jax.grad(loss(TPU))(x), jax.grad(loss(None))(x))
+    tangent = lambda device: jax.jvp(loss(device), (x,), (t,))
+    np.testing.assert_array_equal(tangent(TPU), tangent(None))
+
+
+METHODS = ["ste(2,4)", "s_ste(2,4)", "ste(2,4); dw_g=mvue(2,4)", "sr_ste(2,4)", "mdgf(2,4,linear(1,0,60))", "fst()",
+           "sdgp(2,4)", "bdwp(2,4)", "bi_mask(2,4,draws=2)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_a_step_of_training_has_the_same_bits(text):
+    sparsity, x, w = nm.parse(text), normal(7, 2, 12, 24), normal(8, 24, 16)
+    state = sparsity.init(w, contract=0, out=1, ctx=nm.Ctx(KEY, 0))
+    ctx = nm.Ctx(KEY, STEP, state)
+
+    def loss(x, w, backend):
+        return jnp.sum(jnp.sin(nm.einsum("bti,io->bto", x, w, sparsity=sparsity, ctx=ctx, backend=backend)))
+
+    step = lambda backend: jax.jit(lambda x, w: jax.value_and_grad(loss, (0, 1))(x, w, backend))
+    expected = step("xla")(x, w)
+    with nm.kernels.on("TPU v5 lite"):
+        assert runs_a_kernel(step("interpret"), x, w)
+        assert not runs_a_kernel(step("xla"), x, w)
+        got = step("interpret")(x, w)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+REFUSED = [
+    ("mse(2,32)", (8, 64), jnp.float32, 1, "mse(2,32) has groups of 32, and kernels prune groups of at most 16"),
+    ("mse(2,4)", (8, 64), jnp.float16, 1, "float16: kernels prune float32 and bfloat16"),
+    ("mse(2,4)", (64,), jnp.float32, 0, "an array of shape (64,) has no tiles of 8 x 128"),
+    ("wanda(2,4)", (8, 64), jnp.float32, 1, "wanda(2,4) has no kernel"),
+    ("soft(2,4,scale='now')", (8, 64), jnp.float32, 1, "soft(2,4,scale='now') has no kernel"),
+    ("decay(transposable(2,4),linear(1,0,9))", (8, 64), jnp.float32, 1, " has no kernel"),
+]
+
+
+@pytest.mark.parametrize(("text", "shape", "dtype", "axis", "said"), REFUSED)
+def test_what_no_kernel_prunes_is_told_and_xla_prunes_it(text, shape, dtype, axis, said):
+    p = nm.parse_pruner(text)
+    refusal = TPU.refusal(p, shape, dtype, axis)
+    assert refusal is not None
+    assert str(refusal).endswith(said)
+    if not text.startswith("wanda"):
+        x = normal(9, *shape).astype(dtype)
+        np.testing.assert_array_equal(p(x, axis, context(p).replace(kernels=TPU)), p(x, axis, context(p)))
+
+
+def test_errors_are_those_of_the_definition():
+    for device in (TPU, None):
+        with pytest.raises(ValueError, match=r"10 values, which do not divide into groups of 4"):
+            nm.mse(2, 4)(jnp.ones((10, 8)), 0, nm.Ctx(kernels=device))
+        with pytest.raises(TypeError, match="key must be"):
+            nm.mvue(2, 4)(jnp.ones((8, 8)), 0, nm.Ctx(kernels=device))
+
+
+def test_the_device_that_prunes():
+    assert "only TPUs" in str(pruning("auto"))
+    for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
+        with nm.kernels.on(kind):
+            assert (pruning("auto"), pruning("interpret")) == (Pruning(kind), Pruning(kind, interpret=True))
+            assert str(pruning("xla")) == "backend='xla'"
+
+
+def test_kernels_need_explicit_axes_or_one_device():
+    device = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
+    for kinds in itertools.product(AxisType, repeat=2):
+        mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=kinds, abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            served = isinstance(pruning("auto"), Pruning)
+        assert served == (AxisType.Auto not in kinds), kinds
