@@ -76,6 +76,50 @@ class Pruning(Value):
             return None
         return _differentiable(self, p, axis, x, ctx.traceable())
 
+    def take(self, x: jax.Array, places: jax.Array, scales: jax.Array | None, m: int) -> jax.Array | None:
+        """Return n of every m rows ``[..., rows, columns]``, times their factors, computed by a kernel.
+
+        Args:
+          x: The rows.
+          places: The places of the kept rows in their groups: [..., groups, n].
+          scales: Their factors, or None.
+          m: The size of a group.
+
+        Returns:
+          The kept rows; None if the kernel does not serve such an array.
+        """
+        if m > MOST or x.ndim < 2 or x.dtype.name not in ("float32", "bfloat16"):
+            return None
+        scales = jnp.ones(places.shape, jnp.float32) if scales is None else scales.astype(jnp.float32)
+        spec = _explicit(x)
+        if spec is None:
+            return _take(self, x, places, scales, m)
+        chosen = PartitionSpec(*spec[:-1], None)
+        places, scales = jax.reshard(places, chosen), jax.reshard(scales, chosen)
+        call = partial(_take, self, m=m)
+        return jax.shard_map(call, in_specs=(spec, chosen, chosen), out_specs=spec, check_vma=False)(x, places, scales)
+
+
+def _explicit(x: jax.Array) -> PartitionSpec | None:
+    """Return how an array lies on a mesh of explicit axes; None if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.typeof(x).sharding.spec if not mesh.empty and AxisType.Explicit in mesh.axis_types else None
+
+
+def _take(device: Pruning, x: jax.Array, places: jax.Array, scales: jax.Array, m: int) -> jax.Array:
+    y = _taking(m, device.interpret)(*(v.reshape(-1, *v.shape[-2:]) for v in (x, places, scales)))
+    return y.reshape(*x.shape[:-2], *y.shape[-2:])
+
+
+@lru_cache
+def _taking(m: int, interpret: bool) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, places: jax.Array, scales: jax.Array) -> jax.Array:
+        from nmjax.kernels import tpu_prune
+
+        return tpu_prune.take(x, places, scales, m=m, interpret=interpret)
+
+    return mapped(call)
+
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _differentiable(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
@@ -87,9 +131,8 @@ def _differentiable(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ct
     scalar = ctx.state if form.scalar is None else form.scalar(ctx, x.dtype)
     scalar = jnp.asarray(1.0 if scalar is None else scalar, jnp.float32).reshape(1)
     call = partial(_local, device, p, axis, x.shape)
-    spec = jax.typeof(x).sharding.spec
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+    spec = _explicit(x)
+    if spec is None:
         return call((0,) * x.ndim, x, words[None], scalar)
 
     def part(x: jax.Array, words: jax.Array, scalar: jax.Array) -> jax.Array:

@@ -200,3 +200,66 @@ def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruner: Pruner, pruned: C
 def _up(size: int, to: int) -> int:
     """Return the size rounded up to a multiple."""
     return -(-size // to) * to
+
+
+# ---- chosen rows ----
+
+
+def take(
+    x: Float[Array, "batch k c"], places: Int[Array, "batch g n"], scales: Float[Array, "batch g n"], *, m: int,
+    interpret: bool = False,
+) -> Float[Array, "batch kept c"]:  # fmt: skip
+    """Return n rows of every m consecutive rows, times their factors. A factor of 0 gives zeros.
+
+    Args:
+      x: The arrays, in float32 or bfloat16.
+      places: The places of the rows in their groups.
+      scales: Their factors.
+      m: The size of a group.
+      interpret: True to run on a CPU.
+    """
+    (batch, rows, columns), n = x.shape, places.shape[-1]
+    unit = math.lcm(8 * m, LANES)
+    height = min(_up(rows, unit), max(unit, 512 // unit * unit))
+    width = min(_up(columns, LANES), max(LANES, BLOCK // height // LANES * LANES))
+    count, steps = unit // m, height // unit
+
+    def nm_take(x: Ref, places: Ref, scales: Ref, y: Ref, slab: Ref, kept: Ref) -> None:
+        block = x[...].astype(jnp.float32)  # all at once, so that XLA can compute it here
+        for i in range(slab.shape[0]):
+            rows, columns = i % steps * unit, i // steps * LANES
+            slab[i] = block[rows : rows + unit, columns : columns + LANES]
+
+        def step(number: Any, _: Any) -> Any:
+            i, j = lax.rem(number, steps), lax.div(number, steps) * LANES
+            groups = pl.ds(pl.multiple_of(i * count, 8), count)
+            members = [slab[number, pl.ds(place, count, stride=m), :] for place in range(m)]
+            for one in range(n):
+                place, scale = (ref[groups, one : one + 1] for ref in (places, scales))
+                row = members[0]
+                for other in range(1, m):
+                    row = jnp.where(place == other, members[other], row)
+                kept[pl.ds(one, count, stride=n), :] = jnp.where(scale == 0, 0.0, row * scale)
+            own = pl.ds(pl.multiple_of(i * count * n, 8), count * n), pl.ds(pl.multiple_of(j, LANES), LANES)
+            y[own] = kept[...].astype(y.dtype)
+            return 0
+
+        lax.fori_loop(0, slab.shape[0], step, 0)
+
+    chosen = pl.BlockSpec((None, height // m, n), lambda b, i, j: (b, i, 0))
+    kept = n * rows // m
+    order = ("parallel",) * 3
+    options = pltpu.CompilerParams(dimension_semantics=order, allow_input_fusion=[True, False, False])
+    memory = (steps * width // LANES, unit, LANES), (count * n, LANES)
+    moved = batch * (rows + kept) * columns * x.dtype.itemsize + 2 * batch * (rows // m) * LANES * 4
+    return pl.pallas_call(
+        nm_take,
+        out_shape=result((batch, kept, columns), x.dtype, x, places, scales),
+        grid=(batch, pl.cdiv(rows, height), pl.cdiv(columns, width)),
+        in_specs=[pl.BlockSpec((None, height, width), lambda *at: at), chosen, chosen],
+        out_specs=pl.BlockSpec((None, height // m * n, width), lambda *at: at),
+        scratch_shapes=[pltpu.VMEM(size, jnp.float32) for size in memory],
+        compiler_params=options,
+        cost_estimate=pl.CostEstimate(flops=batch * kept * columns * m, bytes_accessed=moved, transcendentals=0),
+        interpret=interpret,
+    )(x, places, scales)

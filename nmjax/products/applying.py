@@ -112,11 +112,14 @@ def gather_rows(
     own = slot.core_context(ctx).replace(partner=_partner(product, slot, values, axes))
     with jax.named_scope(slot.name):
         choice = choose(_label(product, slot.name, slot.pruner), p, values[slot.name], axes[slot.name], own)
-        few = take(values[slot.name], axes[slot.name], choice.places, p.facts.block, choice.scales)
+        at = axes[slot.name], choice.places, p.facts.block
+        few = take(values[slot.name], *at, choice.scales, ctx.kernels)
         return Rows(few, choice.places)
 
 
-def gather_matching_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Operand], few: Rows) -> jax.Array:
+def gather_matching_rows(
+    value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Operand], few: Rows, kernels: Any = None
+) -> jax.Array:
     """Return the rows of the other operand of a product that a slot has chosen.
 
     Args:
@@ -125,10 +128,11 @@ def gather_matching_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping
       other: The slot of the other operand.
       axes: The axes of each slot's operand.
       few: The rows that it has chosen.
+      kernels: As in `take`.
     """
     assert isinstance(slot.core, rows)
     with jax.named_scope(other):
-        return take(value, axes[other], few.places, slot.core.facts.block)
+        return take(value, axes[other], few.places, slot.core.facts.block, kernels=kernels)
 
 
 def reads_partner(product: StaticProduct) -> bool:

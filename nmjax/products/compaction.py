@@ -12,7 +12,7 @@ over several axes, unless groups run over them; the groups; and the kept rows of
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,9 @@ def choose(label: str, p: rows, x: jax.Array, operand: Operand, ctx: Ctx) -> Cho
 
 
 def take(
-    x: jax.Array, operand: Operand, places: Int[Array, "..."], m: int, scales: Float[Array, "..."] | None = None
-) -> jax.Array:
+    x: jax.Array, operand: Operand, places: Int[Array, "..."], m: int, scales: Float[Array, "..."] | None = None,
+    kernels: Any = None,
+) -> jax.Array:  # fmt: skip
     """Return the chosen rows of an operand, in the order of its axes.
 
     Args:
@@ -105,6 +106,7 @@ def take(
       places: The places of the rows in their groups.
       m: The size of a group.
       scales: Their factors, if they are to be multiplied.
+      kernels: The device whose kernels take rows, or None (`nmjax.core.context.Ctx`).
     """
     view = _view(x, operand, m)
     here = [a + (a > view.axis) for a in _unsplit(view)]  # the axes of a choice in `view.array`, without the members
@@ -113,6 +115,16 @@ def take(
     count = len(rising)
     moved = [a for i in rising for a in ((i, count) if i == count - 1 else (i,))]  # kept rows right after groups
     places = jnp.transpose(places, moved)
+    scales = None if scales is None else jnp.transpose(scales, moved)
+    if kernels is not None and view.axis == view.array.ndim - 3:  # rows of the last two axes
+        front = [size if a in here else 1 for a, size in enumerate(view.array.shape[: view.axis])]
+        spread = lambda v: jnp.broadcast_to(
+            v.reshape(*front, *v.shape[-2:]), (*view.array.shape[: view.axis], *v.shape[-2:])
+        )
+        both = (spread(places), None if scales is None else spread(scales))
+        taken = kernels.take(groups.unsplit(view.array, view.axis), *both, m)
+        if taken is not None:
+            return view.restore(taken)
     batched = tuple(i for i, a in enumerate(chosen) if a != view.axis + 1)
     dims = lax.GatherDimensionNumbers(
         offset_dims=tuple(a for a in range(view.array.ndim) if a not in chosen),
@@ -125,7 +137,7 @@ def take(
     taken = lax.gather(view.array, places[..., None], dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
     if scales is not None:
         shape = [size if a in chosen else 1 for a, size in enumerate(taken.shape)]
-        taken = scaled(taken, jnp.transpose(scales, moved).reshape(shape))
+        taken = scaled(taken, scales.reshape(shape))
     return view.restore(groups.unsplit(taken, view.axis))
 
 

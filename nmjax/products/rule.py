@@ -228,7 +228,7 @@ def _forward(
         slot, axes = product.sparsity.slots[OPERANDS["y"][chosen]], product.operands(x, w)
         few = gather_rows(product, slot, {"y_x": inputs.unpruned_x, "y_w": inputs.unpruned_w}, axes, inputs.ctx)
         other = PARTNER_SLOT[slot.name]
-        theirs = gather_matching_rows(stored(other), slot, other, axes, few)
+        theirs = gather_matching_rows(stored(other), slot, other, axes, few, inputs.ctx.kernels)
         return op(*((few.values, theirs) if chosen == "x" else (theirs, few.values)), *inputs.extra), forms
     if routes is None:
         return op(stored("y_x"), stored("y_w"), *inputs.extra), forms
@@ -341,7 +341,7 @@ def pruned_product_backward(
         given = slot.name == "dw_x" and isinstance(kept, Rows)
         few = kept if given else gather_rows(product, slot, values, axes, ctx)
         op, value = without_strides(product.op, prune(theirs)) if name == "dw" else (product.op, prune(theirs))
-        value = gather_matching_rows(value, slot, theirs, axes, few)
+        value = gather_matching_rows(value, slot, theirs, axes, few, ctx.kernels)
         pair = (few.values, value) if chosen == "g" else (value, few.values)
         if isinstance(op, (Dot, Conv)) and op.out_sharding is not None:  # rows that are left may lie on other axes
             op = replace(op, out_sharding=jax.typeof(pair[0]).sharding)

@@ -189,3 +189,39 @@ def test_kernels_need_explicit_axes_or_one_device():
         with jax.sharding.use_abstract_mesh(mesh):
             served = isinstance(pruning("auto"), Pruning)
         assert served == (AxisType.Auto not in kinds), kinds
+
+
+# ---- chosen rows ----
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sides", [(1, 24, 40), (3, 132, 130), (2, 1040, 8)], ids=str)
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (1, 2), (3, 4)])
+def test_a_kernel_takes_the_rows_that_were_chosen(n, m, sides, dtype):
+    batch, rows, _ = sides
+    x = normal(10, *sides).astype(dtype)
+    draw = np.random.default_rng(11).permuted(np.broadcast_to(np.arange(m), (batch, rows // m, m)), axis=-1)
+    places, scales = draw[..., :n].astype(np.int32), np.array(normal(12, batch, rows // m, n))
+    scales[0, 0] = 0
+    expected = np.take_along_axis(np.asarray(x).reshape(batch, -1, m, sides[-1]), places[..., None], 2)
+    plain = TPU.take(x, places, None, m)
+    np.testing.assert_array_equal(plain, expected.reshape(batch, -1, sides[-1]))
+    scaled = (expected.astype(np.float32) * scales[..., None]).reshape(batch, -1, sides[-1])
+    np.testing.assert_array_equal(TPU.take(x, places, scales, m), scaled.astype(dtype))
+
+
+@pytest.mark.parametrize("subscripts", ["bti,io->bto", "ti,io->to"])
+@pytest.mark.parametrize("text", ["dw_g=rows(mvue(1,4))", "dw_x=rows(mvue(2,4))", "dw_g=rows(mvue(1,4),by='both')"])
+def test_a_compacted_product_on_a_tpu_has_the_bits_of_one_on_a_cpu(text, subscripts):
+    sparsity, w = nm.parse(text), normal(8, 24, 16)
+    x = normal(7, *((2, 16, 24) if subscripts.startswith("b") else (16, 24)))
+
+    def step(x, w):
+        ctx = nm.Ctx(KEY, STEP)
+        f = lambda x, w: nm.einsum(subscripts, x, w, sparsity=sparsity, ctx=ctx, backend="compact")
+        return jax.grad(lambda *v: jnp.sum(jnp.sin(f(*v))), (0, 1))(x, w)
+
+    expected = jax.jit(step)(x, w)
+    with nm.kernels.on("TPU v5 lite"), interpreted():
+        assert runs_a_kernel(step, x, w)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(x, w), expected)
