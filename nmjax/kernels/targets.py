@@ -66,7 +66,7 @@ def target(backend: str) -> Target | Refusal:
         return Refusal(f"backend={backend!r}")
     mesh = jax.sharding.get_abstract_mesh()
     devices = _devices(mesh)
-    if backend == "interpret":
+    if backend == "interpret" and platform() != "tpu":
         return Target("interpreter", "hopper", 2, True, 1 if isinstance(devices, Refusal) or mesh.empty else devices)
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:

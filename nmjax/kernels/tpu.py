@@ -21,6 +21,7 @@ from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 from nmjax.kernels.batches import mapped
+from nmjax.pruners import identity
 
 MOST = 16  # members of a group
 
@@ -55,7 +56,11 @@ class Pruning(Value):
         """
         form, m = p.kernel_form, p.facts.block
         if form.members is None and form.tile is None:
-            return Refusal(f"{p} has no kernel")
+            parts = [part for part in p.parts if part != identity]
+            if not parts or p.facts.reorders:
+                return Refusal(f"{p} has no kernel")
+            refusals = (self.refusal(part, shape, dtype, axis, other) for part in parts)
+            return next((refusal for refusal in refusals if refusal is not None), None)
         if m > MOST:
             return Refusal(f"{p} has groups of {m}, and kernels prune groups of at most {MOST}")
         if jnp.dtype(dtype).name not in ("float32", "bfloat16"):
