@@ -114,6 +114,12 @@ def pruning(backend: str) -> Pruning | Refusal:
     return Pruning(kind, backend == "interpret")
 
 
+def pruning_kernels(backend: str) -> Pruning | None:
+    """Return the device whose kernels prune, for ``Ctx.kernels``; None if XLA prunes. The argument is a backend."""
+    device = pruning(backend)
+    return device if isinstance(device, Pruning) else None
+
+
 def platform() -> str:
     """Return the platform of the device that programs are traced for now: "cpu", "gpu" or "tpu".
 

@@ -76,6 +76,23 @@ def test_a_kernel_gives_the_bits_of_the_definition(text, shape, dtype):
     np.testing.assert_array_equal(bits(called(p, x, axis, on_tpu)), bits(called(p, x, axis, ctx)))
 
 
+@pytest.mark.parametrize("shape", ["rows", "columns", "batch of rows"])
+@pytest.mark.parametrize(
+    "text", ["mse(2,4)", "mse(3,5)", "uniform(2,4)", "transposable(2,4)", "hold(mse(2,4))", "stages(((0,mse(3,4)),))",
+             "decay(transposable(2,4),linear(1,0,100))"]
+)  # fmt: skip
+def test_a_kernel_gives_the_mask_of_the_definition(text, shape):
+    p = nm.parse_pruner(text)
+    x, axis = array(shape, p.facts.block, jnp.bfloat16, p.facts.tiles)
+    made = p.init if p.facts.has_state else p if text.startswith("decay") else p.mask
+    on_tpu, ctx = nm.Ctx(KEY, STEP, kernels=TPU), nm.Ctx(KEY, STEP)
+    assert runs_a_kernel(lambda x, ctx: made(x, axis, ctx), x, on_tpu)
+    expected = jax.jit(made, static_argnums=1)(x, axis, ctx)
+    got = jax.jit(made, static_argnums=1)(x, axis, on_tpu)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("text", ["mse(2,4)", "mvue(2,4)", "soft(2,4)", "mvue_approx(2,4)", "uniform(2,4)"])
 def test_a_batch_of_keys_and_scales_is_mapped(text):
     p, x = nm.parse_pruner(text), normal(2, 3, 24, 20)
@@ -151,7 +168,9 @@ REFUSED = [
     ("mse(2,4)", (64,), jnp.float32, 0, "an array of shape (64,) has no tiles of 8 x 128"),
     ("wanda(2,4)", (8, 64), jnp.float32, 1, "wanda(2,4) has no kernel"),
     ("soft(2,4,scale='now')", (8, 64), jnp.float32, 1, "soft(2,4,scale='now') has no kernel"),
-    ("decay(transposable(2,4),linear(1,0,9))", (8, 64), jnp.float32, 1, " has no kernel"),
+    ("ste(wanda(2,4))", (8, 64), jnp.float32, 1, "wanda(2,4) has no kernel"),
+    ("permute(mse(2,4))", (8, 64), jnp.float32, 1, "permute(mse(2,4)) has no kernel"),
+    ("ste(transposable(1,4))", (8, 64), jnp.float32, 1, "transposable(1,4) has no kernel"),
 ]
 
 
@@ -161,7 +180,7 @@ def test_what_no_kernel_prunes_is_told_and_xla_prunes_it(text, shape, dtype, axi
     refusal = TPU.refusal(p, shape, dtype, axis)
     assert refusal is not None
     assert str(refusal).endswith(said)
-    if not text.startswith("wanda"):
+    if "wanda" not in text and "permute" not in text:
         x = normal(9, *shape).astype(dtype)
         np.testing.assert_array_equal(p(x, axis, context(p).replace(kernels=TPU)), p(x, axis, context(p)))
 
