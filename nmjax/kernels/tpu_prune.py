@@ -78,6 +78,8 @@ def prune(
 
         run(x, y, memory, _tile_pruner(pruner, mask) if view == "tiles" else pruned)
 
+    if not interpret:  # else XLA would first copy it to fast memory, where the kernel takes its blocks anyway
+        x = pltpu.with_memory_space_constraint(x, pltpu.HBM)
     spec = pl.BlockSpec(block, lambda *at: at)
     small = pl.BlockSpec(memory_space=pltpu.SMEM)
     flops = x.size * 8 * m  # a rank among m, and the draws
