@@ -107,8 +107,9 @@ class KernelForm(NamedTuple):
     Attributes:
       members: A function (x, u, state) of the values at each position of a group, a list of m arrays; of one uniform in
         [0, 1) for each group, None if it draws none, or a tuple of as many as ``keys`` returns; and of the scalar. It
-        returns the values after pruning, in the same order.
-      tile: The same for tiles of m x m values, m rows of m arrays. It takes the tile alone.
+        returns the values after pruning, in the same order. If the pruner has a mask, it takes as ``of`` other arrays,
+        of which it keeps the same members.
+      tile: The same for tiles of m x m values, m rows of m arrays. It takes the tile, and ``of``.
       keys: A function of the key of a call. It returns the key of each uniform.
       each: True if a call draws a uniform for each value. ``members`` then takes a list of m arrays as u.
       scalar: A function of the context and the dtype of a call. It returns the scalar: a number, or None. Without it
@@ -122,8 +123,8 @@ class KernelForm(NamedTuple):
     [0.0, 0.0, 3.0, -4.0]
     """
 
-    members: Callable[[list[jax.Array], Any, Any], list[jax.Array]] | None = None
-    tile: Callable[[list[list[jax.Array]]], list[list[jax.Array]]] | None = None
+    members: Callable[..., list[jax.Array]] | None = None
+    tile: Callable[..., list[list[jax.Array]]] | None = None
     keys: Callable[[Any], tuple[Any, ...]] = lambda key: (key,)
     each: bool = False
     scalar: Callable[[Ctx, Any], Any] | None = None
@@ -284,9 +285,9 @@ class Pruner(Value):
         """What kernels call in its place. By default nothing, so that no kernel prunes by it."""
         return KernelForm()
 
-    def in_one_pass(self, x: jax.Array, axis: int, ctx: Ctx) -> jax.Array | None:
-        """Return what a call returns, computed by a kernel of ``ctx.kernels``; None if there is none that serves."""
-        return None if ctx.kernels is None else ctx.kernels.prune(self, x, axis, ctx)
+    def in_one_pass(self, x: jax.Array, axis: int, ctx: Ctx, mask: bool = False) -> jax.Array | None:
+        """Return what a call or `mask` returns, computed by a kernel of ``ctx.kernels``; None if none serves."""
+        return None if ctx.kernels is None else ctx.kernels.prune(self, x, axis, ctx, mask)
 
     # ---- state and final form ----
 

@@ -66,7 +66,7 @@ def target(backend: str) -> Target | Refusal:
         return Refusal(f"backend={backend!r}")
     mesh = jax.sharding.get_abstract_mesh()
     devices = _devices(mesh)
-    if backend == "interpret":
+    if backend == "interpret" and platform() != "tpu":
         return Target("interpreter", "hopper", 2, True, 1 if isinstance(devices, Refusal) or mesh.empty else devices)
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
@@ -112,6 +112,12 @@ def pruning(backend: str) -> Pruning | Refusal:
         )
     kind = _concrete().device_kind if abstract is None else abstract.device_kind
     return Pruning(kind, backend == "interpret")
+
+
+def pruning_kernels(backend: str) -> Pruning | None:
+    """Return the device whose kernels prune, for ``Ctx.kernels``; None if XLA prunes. The argument is a backend."""
+    device = pruning(backend)
+    return device if isinstance(device, Pruning) else None
 
 
 def platform() -> str:

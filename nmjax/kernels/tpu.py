@@ -24,6 +24,7 @@ from nmjax.core.value import Value
 from nmjax.kernels.batches import mapped
 from nmjax.kernels.family import Shape
 from nmjax.kernels.format import Packed
+from nmjax.pruners import identity
 
 MOST = 16  # members of a group
 
@@ -58,7 +59,11 @@ class Pruning(Value):
         """
         form, m = p.kernel_form, p.facts.block
         if form.members is None and form.tile is None:
-            return Refusal(f"{p} has no kernel")
+            parts = [part for part in p.parts if part != identity]
+            if not parts or p.facts.reorders:
+                return Refusal(f"{p} has no kernel")
+            refusals = (self.refusal(part, shape, dtype, axis, other) for part in parts)
+            return next((refusal for refusal in refusals if refusal is not None), None)
         if m > MOST:
             return Refusal(f"{p} has groups of {m}, and kernels prune groups of at most {MOST}")
         if jnp.dtype(dtype).name not in ("float32", "bfloat16"):
@@ -69,14 +74,22 @@ class Pruning(Value):
             return Refusal(f"{p} prunes axes {axis} and {other}, and kernels prune tiles of the last two")
         return None
 
-    def prune(self, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> jax.Array | None:
-        """Return ``p(x, axis, ctx)``, computed by a kernel; None if it is refused."""
+    def prune(self, p: Pruner, x: jax.Array, axis: int, ctx: Ctx, mask: bool = False) -> jax.Array | None:
+        """Return ``p(x, axis, ctx)`` or ``p.mask(x, axis, ctx)``, computed by a kernel; None if no kernel serves."""
         axis = groups.position(x.ndim, axis)
         other = ctx.axes_of(x.ndim, axis).other if p.facts.tiles else None
+        form = p.kernel_form
+        if form.members is None and form.tile is None:
+            return None
         if x.shape[axis] % p.facts.block or (other is not None and x.shape[other] % p.facts.block):
             return None  # the definition says what is wrong
         if self.refusal(p, x.shape, x.dtype, axis, other) is not None or (p.facts.stochastic and ctx.key is None):
             return None
+        spec = _explicit(x)
+        if spec is not None and x.ndim - axis > 4 and any(spec[axis + 1 : -2]):
+            return None  # the axes between are one in the kernel
+        if mask:
+            return _pruned(self, p, axis, lax.stop_gradient(x), ctx.traceable(), mask=True) != 0
         return _differentiable(self, p, axis, x, ctx.traceable())
 
     def take(self, x: jax.Array, places: jax.Array, scales: jax.Array | None, m: int) -> jax.Array | None:
@@ -169,13 +182,17 @@ def _taking(m: int, interpret: bool) -> Callable[..., jax.Array]:
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _differentiable(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
     """Prune by a kernel, with the derivative of the definition."""
+    return _pruned(device, p, axis, x, ctx)
+
+
+def _pruned(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx, mask: bool = False) -> jax.Array:
     form = p.kernel_form
     words = jnp.zeros(2, jnp.uint32)
     if p.facts.stochastic:
         words = jnp.concatenate([jnp.stack(random.scrambled(random.words(key))) for key in form.keys(ctx.key)])
     scalar = ctx.state if form.scalar is None else form.scalar(ctx, x.dtype)
     scalar = jnp.asarray(1.0 if scalar is None else scalar, jnp.float32).reshape(1)
-    call = partial(_local, device, p, axis, x.shape)
+    call = partial(_local, device, p, axis, x.shape, mask)
     spec = _explicit(x)
     if spec is None:
         return call((0,) * x.ndim, x, words[None], scalar)
@@ -196,8 +213,8 @@ def _(device: Pruning, p: Pruner, axis: int, primals: Any, tangents: Any) -> tup
 
 
 def _local(
-    device: Pruning, p: Pruner, axis: int, whole: tuple[int, ...], start: Any, x: jax.Array, words: jax.Array,
-    scalar: jax.Array,
+    device: Pruning, p: Pruner, axis: int, whole: tuple[int, ...], mask: bool, start: Any, x: jax.Array,
+    words: jax.Array, scalar: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Prune an array that begins at ``start`` in the whole one."""
     view = _view(p, axis, x.ndim)
@@ -214,7 +231,7 @@ def _local(
         origin = [origin[0], *([0] if len(full) > len(origin) else [origin[1]]), *origin[-2:]]
     by = [p.facts.block if d == (1 if view == "columns" else 0) else 1 for d in range(len(origin))]
     origin = jnp.stack([jnp.asarray(v, jnp.int32) // size for v, size in zip(origin, by, strict=True)])
-    call = _kernel(p, view, full, device.interpret)
+    call = _kernel(p, view, full, mask, device.interpret)
     flat = x.reshape(-1, *shape)
     y = call(flat, words, scalar, lax.bitcast_convert_type(numbers.reshape(-1), jnp.int32), origin[None])
     return y.reshape(x.shape)
@@ -232,11 +249,11 @@ def _core(view: str, sides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache
-def _kernel(p: Pruner, view: str, whole: tuple[int, ...], interpret: bool) -> Callable[..., jax.Array]:
+def _kernel(p: Pruner, view: str, whole: tuple[int, ...], mask: bool, interpret: bool) -> Callable[..., jax.Array]:
     def call(x: jax.Array, words: jax.Array, scalar: jax.Array, numbers: jax.Array, origin: jax.Array) -> jax.Array:
         from nmjax.kernels import tpu_prune
 
-        options = {"pruner": p, "view": view, "whole": whole, "interpret": interpret}
+        options = {"pruner": p, "view": view, "whole": whole, "mask": mask, "interpret": interpret}
         return tpu_prune.prune(x, words, scalar, numbers, origin[0], **options)
 
     return mapped(call)

@@ -33,7 +33,7 @@ BLOCK = 2**18  # values, of which in and out have two each at a time
 def prune(
     x: Float[Array, "batch ..."], words: UInt32[Array, "s n"], scalar: Float[Array, " s"],
     numbers: Int[Array, " batch"], origin: Int[Array, " d"], *, pruner: Pruner, view: str, whole: tuple[int, ...],
-    interpret: bool = False,
+    mask: bool = False, interpret: bool = False,
 ) -> Float[Array, "batch ..."]:  # fmt: skip
     """Prune a batch of arrays.
 
@@ -49,6 +49,7 @@ def prune(
       view: Where groups lie: "columns" along the last axis, "rows" along the one before it, "matrices" along axis 1,
         "tiles" along both of the last.
       whole: The shape of one whole array, which numbers the draws.
+      mask: True to return 1 for each value that is kept, and 0 for the others.
       interpret: True to run on a CPU.
     """
     m, share = pruner.facts.block, x.shape[0] // words.shape[0]
@@ -72,9 +73,10 @@ def prune(
             elif pruner.facts.stochastic:
                 u = draw(at, tuple(size // m if d == axis else size for d, size in enumerate(whole)))
             assert form.members is not None
-            return form.members(members, u, scalar[key])
+            of = {"of": [jnp.ones_like(v) for v in members]} if mask else {}
+            return form.members(members, u, scalar[key], **of)
 
-        run(x, y, memory, pruner, pruned)
+        run(x, y, memory, _tile_pruner(pruner, mask) if view == "tiles" else pruned)
 
     spec = pl.BlockSpec(block, lambda *at: at)
     small = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -122,13 +124,11 @@ def _of_rows(x: jax.Array, m: int, view: str) -> Any:
     sides = (across, along) if view == "columns" else (along, across)
     grid = (x.shape[0], pl.cdiv(rows, sides[0]), pl.cdiv(columns, sides[1]))
     memory = [(unit, LANES)] + [(LANES, LANES)] * (m if view == "tiles" else 0)
-    return functools.partial(_rows, view=view, unit=unit), (None, *sides), grid, memory
+    return functools.partial(_rows, view=view, unit=unit, m=m), (None, *sides), grid, memory
 
 
-def _rows(
-    x: Ref, y: Ref, memory: tuple[Ref, ...], pruner: Pruner, pruned: Callable[..., Any], *, view: str, unit: int
-) -> None:
-    m, (slab, *lines) = pruner.facts.block, memory
+def _rows(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any], *, view: str, unit: int, m: int) -> None:
+    slab, *lines = memory
     flip = (lambda v: v.T) if view == "columns" else (lambda v: v)
     along, across = x.shape[::-1] if view == "columns" else x.shape
     steps = along // unit
@@ -141,7 +141,7 @@ def _rows(
         own = own[::-1] if view == "columns" else own
         slab[...] = flip(x[own].astype(jnp.float32))
         if view == "tiles":
-            _prune_tiles(slab, lines, pruner, member)
+            _prune_tiles(slab, lines, pruned, member)
         else:
             groups, ones = (lax.broadcasted_iota(jnp.int32, (unit // m, LANES), d) for d in (0, 1))
             start, other = (first[1] + i, first[0] + j) if view == "columns" else (first[0] + i, first[1] + j)
@@ -155,10 +155,15 @@ def _rows(
     lax.fori_loop(0, steps * (across // LANES), step, 0)
 
 
-def _prune_tiles(slab: Ref, lines: list[Ref], pruner: Pruner, member: Callable[[Ref, int], Ref]) -> None:
-    """Prune tiles of m x m: take the rows apart, turn each, and take its columns apart."""
-    m, prune = len(lines), pruner.kernel_form.tile
+def _tile_pruner(pruner: Pruner, mask: bool) -> Callable[..., Any]:
+    prune = pruner.kernel_form.tile
     assert prune is not None
+    return (lambda tile: prune(tile, of=[[jnp.ones_like(v) for v in row] for row in tile])) if mask else prune
+
+
+def _prune_tiles(slab: Ref, lines: list[Ref], prune: Callable[..., Any], member: Callable[[Ref, int], Ref]) -> None:
+    """Prune tiles of m x m: take the rows apart, turn each, and take its columns apart."""
+    m = len(lines)
     for i, line in enumerate(lines):
         line[...] = member(slab, i)[...].T
     tile = prune([[member(line, j)[...] for j in range(m)] for line in lines])
@@ -180,7 +185,7 @@ def _of_matrices(x: jax.Array, m: int, view: str) -> Any:
     return _matrices, (None, count, m, None, height, width), grid, []
 
 
-def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruner: Pruner, pruned: Callable[..., Any]) -> None:
+def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any]) -> None:
     count, m, height, width = x.shape
     steps = height // SUBLANES
     group, depth, row, column = (pl.program_id(d) * size for d, size in ((1, count), (3, 1), (4, height), (5, width)))

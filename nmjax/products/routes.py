@@ -23,10 +23,11 @@ from nmjax.kernels import limits, tuning
 from nmjax.kernels.check import fault, kinds_of, product_fault
 from nmjax.kernels.limits import Shape
 from nmjax.kernels.measured import Row, table
-from nmjax.kernels.targets import Target, platform, target
+from nmjax.kernels.targets import Target, platform, pruning, target
+from nmjax.kernels.tpu import Pruning
 from nmjax.products import compaction
 from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS, Layout, layout_of
-from nmjax.products.operations import Operation
+from nmjax.products.operations import Operation, result_shape
 from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
@@ -102,6 +103,7 @@ class Case(NamedTuple):
     backend: str
     device: Target | Refusal
     platform: str  # "cpu", "gpu" or "tpu"
+    pruning: Pruning | Refusal  # the device whose kernels prune
     packed_before: frozenset[str]  # the products whose weight is already packed
     tiles: tuple[Row, ...]  # the rows of the table of the device
 
@@ -187,13 +189,36 @@ def _case(
     left, right = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs))
     device = target(backend)
     tiles = () if isinstance(device, Refusal) else table(device.kind)
-    return Case(op, left, right, sparsity, backend, device, platform(), packed_before, tiles)
+    return Case(op, left, right, sparsity, backend, device, platform(), pruning(backend), packed_before, tiles)
 
 
 @lru_cache
 def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
     layout = layout_of(case.op, case.lhs, case.rhs)
-    return tuple((product, _route(product, case, layout)) for product in CONTRACTED), layout, case.device
+    routes = ((product, _route(product, case, layout)) for product in CONTRACTED)
+    if case.platform == "tpu":
+        routes = ((product, _on_tpu(product, route, case)) for product, route in routes)
+    return tuple(routes), layout, case.device
+
+
+def _on_tpu(product: str, route: Route, case: Case) -> Route:
+    """Return a route that also says what prunes the operands: kernels in one pass, or XLA, and why."""
+    if route.how not in ("emulated", "compacted"):
+        return route
+    axes = case.op.operands(case.lhs.ndim, case.rhs.ndim)
+    arrays = {"x": case.lhs, "w": case.rhs, "g": result_shape(case.op, case.lhs, case.rhs)}
+    by_xla = []
+    for operand, name in OPERANDS[product].items():
+        p, v, of = case.sparsity.slots[name].pruner, arrays[operand], axes[name]
+        if p != identity and of.contract:
+            other = of.other[-1] if p.facts.tiles and of.other else None
+            refusal = case.pruning
+            if isinstance(refusal, Pruning):
+                refusal = refusal.refusal(p, v.shape, v.dtype, of.contract[-1], other)
+            by_xla += [] if refusal is None else [f"XLA prunes {name}: {refusal}"]
+    how = "; ".join(by_xla) or "kernels prune in one pass"
+    why = route.why if chooses_rows(case.sparsity, product) else case.device
+    return route._replace(why=f"{why}; {how}")
 
 
 def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
@@ -269,7 +294,7 @@ def _compacted(product: str, case: Case) -> Route | Refusal | None:
     refusal = compaction.operation_refusal(case.op, case.lhs, case.rhs, product, operand)
     if refusal is not None:
         return refusal
-    if case.backend in ("xla", "pallas", "interpret"):
+    if case.backend in ("xla", "pallas") or (case.backend == "interpret" and case.platform != "tpu"):
         return Refusal(f"backend={case.backend!r}")
     slots = {name: case.sparsity.slots[of] for name, of in OPERANDS[product].items()}
     share = compaction.expected(case.op, case.lhs, case.rhs, slots, operand, case.platform)

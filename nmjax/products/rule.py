@@ -27,11 +27,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.core.refusal import Refusal
 from nmjax.core.value import told
 from nmjax.kernels import calls
 from nmjax.kernels.batches import as_varying, varying
-from nmjax.kernels.targets import check_backend, pruning
+from nmjax.kernels.targets import check_backend, pruning_kernels
 from nmjax.products.applying import (
     PARTNER_SLOT,
     StaticProduct,
@@ -138,8 +137,7 @@ def prepare(
     if ctx.key is not None:
         ctx = ctx.replace(key=random.words(ctx.key))
     if ctx.kernels is None:
-        device = pruning(backend)
-        ctx = ctx.replace(kernels=None if isinstance(device, Refusal) else device)
+        ctx = ctx.replace(kernels=pruning_kernels(backend))
     if sparsity.else_dense:
         sparsity, _ = fitting(op, lhs, rhs, sparsity)
     left, right = sparsity.slots["y_x"], sparsity.slots["y_w"]

@@ -20,6 +20,7 @@ from nmjax.analysis.patterns import Pattern, violations
 from nmjax.core import groups, layer_paths, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
+from nmjax.kernels.targets import pruning_kernels
 from nmjax.products.pruning import Operand, along, pruned
 from nmjax.products.slot import SLOTS, WEIGHT, slot_context, slot_state
 from nmjax.products.sparsity import Sparsity
@@ -256,7 +257,7 @@ def _states(value: jax.Array, words: Any, state: Any, step: Any, since: Any, *, 
 
     def one(w: jax.Array, words: Any, state: Any) -> Any:
         make: Callable[..., Any] = origin.sparsity.init if state is None else origin.sparsity.refresh
-        return make(w, **axes, ctx=Ctx(words, step, state, since=since))
+        return make(w, **axes, ctx=Ctx(words, step, state, since=since, kernels=pruning_kernels("auto")))
 
     return origin.parameter.apply(one, value, words, state)
 

@@ -83,7 +83,8 @@ class stages(Pruner):
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         m = self._one_m()
         if m is not None:
-            return groups.top(x, axis, self._n(ctx, m), m)
+            kept = self.in_one_pass(x, axis, ctx, mask=True)
+            return groups.top(x, axis, self._n(ctx, m), m) if kept is None else kept
         return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
 
     @property
@@ -91,7 +92,7 @@ class stages(Pruner):
         m = self._one_m()
         if m is None:
             return KernelForm()
-        members = lambda x, u, n: largest(x, n.astype(jnp.int32))
+        members = lambda x, u, n, of=None: largest(x, n.astype(jnp.int32), of)
         return KernelForm(members, scalar=lambda ctx, dtype: self._n(ctx, m))
 
     def _n(self, ctx: Ctx, m: int) -> jax.Array:

@@ -40,22 +40,24 @@ class mse(Selector, Grouped):
     reads_step = False
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return groups.top(x, axis, self.n, self.m)
+        kept = self.in_one_pass(x, axis, ctx, mask=True)
+        return groups.top(x, axis, self.n, self.m) if kept is None else kept
 
     @property
     def kernel_form(self) -> KernelForm:
         return KernelForm(self._members)
 
-    def _members(self, x: list[jax.Array], u: Any, state: Any) -> list[jax.Array]:
-        return largest(x, self.n)
+    def _members(self, x: list[jax.Array], u: Any, state: Any, of: list[jax.Array] | None = None) -> list[jax.Array]:
+        return largest(x, self.n, of)
 
 
-def largest(x: list[jax.Array], n: Any) -> list[jax.Array]:
+def largest(x: list[jax.Array], n: Any, of: list[jax.Array] | None = None) -> list[jax.Array]:
     """Return the members of groups, with zeros in the place of all but the n largest magnitudes.
 
     Args:
       x: The members, one array for each position of a group.
       n: The number of values to keep. It may be traced.
+      of: Other arrays, to be returned in the place of the members.
     """
     hits = groups.first_of([groups.magnitude(v).astype(jnp.int32) for v in x], n)
-    return [jnp.where(hit, v, jnp.zeros((), v.dtype)) for hit, v in zip(hits, x, strict=True)]
+    return [jnp.where(hit, v, jnp.zeros((), v.dtype)) for hit, v in zip(hits, of or x, strict=True)]

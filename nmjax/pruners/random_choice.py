@@ -56,10 +56,12 @@ class uniform(Grouped):
     def kernel_form(self) -> KernelForm:
         return KernelForm(self._members, each=True)
 
-    def _members(self, x: list[jax.Array], u: Any, scalar: Any) -> list[jax.Array]:
+    def _members(
+        self, x: list[jax.Array], u: Any, scalar: Any, of: list[jax.Array] | None = None
+    ) -> list[jax.Array]:  # fmt: skip
         hits = groups.first_of([lax.bitcast_convert_type(v, np.int32) for v in u], self.n)
-        scale = self.m / self.n if self.rescale else 1.0
-        return [jnp.where(hit, groups.wide(v) * scale, 0.0).astype(v.dtype) for hit, v in zip(hits, x, strict=True)]
+        values = of or [groups.wide(v) * (self.m / self.n) if self.rescale else v for v in x]
+        return [jnp.where(hit, v, 0.0).astype(x[0].dtype) for hit, v in zip(hits, values, strict=True)]
 
     def draw(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:
         """Return the random numbers of a call: one uniform in [0, 1) for every value.
@@ -81,7 +83,8 @@ class uniform(Grouped):
         return fusion.rounded(groups.wide(kept) * (self.m / self.n), x.dtype) if self.rescale else kept
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self.chosen(self.draw(x, axis, ctx), axis)
+        kept = self.in_one_pass(x, axis, ctx, mask=True)
+        return self.chosen(self.draw(x, axis, ctx), axis) if kept is None else kept
 
     def chosen(self, u: Float[Array, "..."], axis: int) -> Bool[Array, "..."]:
         """Return the mask of the values to keep: those of the n largest uniforms of every group."""

@@ -62,6 +62,9 @@ class transposable(Selector, Grouped):
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         axis, m = groups.position(x.ndim, axis), self.m
         other = self._other_axis(x, axis, ctx)
+        in_one_pass = self.in_one_pass(x, axis, ctx, mask=True)
+        if in_one_pass is not None:
+            return in_one_pass
         first, second = sorted((axis, other))
         tiles = groups.split(groups.split(x, second, m), first, m)
         rows, columns = first + 1, second + 2  # of a tile
@@ -95,11 +98,11 @@ class transposable(Selector, Grouped):
         return KernelForm(tile=_pruned_tile if (self.n, self.m) == (2, 4) else None)
 
 
-def _pruned_tile(x: list[list[jax.Array]]) -> list[list[jax.Array]]:
+def _pruned_tile(x: list[list[jax.Array]], of: list[list[jax.Array]] | None = None) -> list[list[jax.Array]]:
     word = _best_word([[_weight(v) for v in row] for row in x])
     keep = lambda i, j: (word >> np.int32(4 * i + j)) & 1 == 1
     zero = jnp.zeros((), x[0][0].dtype)
-    return [[jnp.where(keep(i, j), v, zero) for j, v in enumerate(row)] for i, row in enumerate(x)]
+    return [[jnp.where(keep(i, j), v, zero) for j, v in enumerate(row)] for i, row in enumerate(of or x)]
 
 
 def _weight(x: jax.Array) -> jax.Array:
