@@ -4,8 +4,8 @@ TPUs have no sparse instructions, so this saves bytes and no FLOPs. It is for pr
 as those of decoding.
 
 The order is ``sublanes`` of `nmjax.kernels.format`. The nibble of a group lies in the lane and the sublane of its
-values, so that nothing moves between lanes. In bfloat16 the two values of a group share 32 bits, and so do its members 0
-and 1, and 2 and 3.
+values, so that nothing moves between lanes. In bfloat16 the two values of a group share 32 bits, and so do its members
+0 and 1, and 2 and 3.
 """
 
 from typing import Any
