@@ -45,11 +45,12 @@ def spmm(
       interpret: True to run on a CPU.
     """
     (batch, m, k), n, size = x.shape, values.shape[-1], values.dtype.itemsize
-    height = min(_up(m, 16), 256)
-    width = min(_up(n, WIDE), max(512, min(16 * height, 4096 // size)))  # x is read again for every column of blocks
+    up = lambda size, to: pl.cdiv(size, to) * to
+    height = min(up(m, 16), 256)
+    width = min(up(n, WIDE), max(512, min(16 * height, 4096 // size)))  # x is read again for every column of blocks
     most = BLOCK // (width * size)
-    deep = min(_up(k, CHUNK), DEEP, most // CHUNK * CHUNK)
-    depth = min(_up(k, deep), most // deep * deep)
+    deep = min(up(k, CHUNK), DEEP, most // CHUNK * CHUNK)
+    depth = min(up(k, deep), most // deep * deep)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -k % depth)))  # beyond K are zeros in both operands
     steps = pl.cdiv(k, depth)
 
@@ -68,15 +69,15 @@ def spmm(
             rows = lambda by: pl.ds(pl.multiple_of(down * (deep // by), deep // by), deep // by)
             for lane, slab in enumerate(slabs):
                 own = pl.ds(pl.multiple_of(left + lane * LANES, LANES), LANES)
-                kept, places = values[rows(2), own], lax.bitcast_convert_type(words[rows(32), own], jnp.int32)
+                kept, places = values[rows(2), own], words[rows(32), own]
                 if size == 4:
                     line[...] = kept
                 for chunk in range(deep // CHUNK):
                     word = places[8 * chunk : 8 * chunk + 8]
                     if k % depth:
                         inside = step * depth + down * deep + chunk * CHUNK < k
-                        word = jnp.where(inside, word, _int(0x11111111 * NO_GROUP))
-                    word = word ^ _int(0x88888888)  # second places 1, 2, 3 become 3, 0, 1
+                        word = jnp.where(inside, word, np.uint32(0x11111111 * NO_GROUP))
+                    word = lax.bitcast_convert_type(word ^ np.uint32(0x88888888), jnp.int32)  # 1, 2, 3 become 3, 0, 1
                     for i in range(8):
                         at = 8 * (8 * chunk + i)  # the first of eight groups
                         if size == 2:
@@ -97,9 +98,7 @@ def spmm(
         def _() -> None:
             y[...] = (sums[...] * scale).astype(y.dtype)
 
-    def packed(by: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, depth // by, width), lambda b, i, j, step: (b, step, j))
-
+    packed = lambda by: pl.BlockSpec((None, depth // by, width), lambda b, i, j, step: (b, step, j))
     grid = (batch, pl.cdiv(m, height), pl.cdiv(n, width), steps)
     moved = grid[1] * (values.nbytes + words.nbytes) + grid[2] * x.nbytes + batch * m * n * jnp.dtype(dtype).itemsize
     return pl.pallas_call(
@@ -150,12 +149,3 @@ def _field(word: jax.Array, bit: int, by: int) -> jax.Array:
     """Return the two bits of a word from this one on, times a power of two."""
     left = by.bit_length() - 1 - bit
     return (word << left if left >= 0 else lax.shift_right_logical(word, -left)) & (3 * by)
-
-
-def _int(bits: int) -> np.int32:
-    return np.uint32(bits).view(np.int32)
-
-
-def _up(size: int, to: int) -> int:
-    """Return the size rounded up to a multiple."""
-    return -(-size // to) * to
