@@ -261,7 +261,7 @@ def llama():
 def test_the_plan_of_a_model_on_sixteen_tpus_says_what_runs(name):
     make, x = LARGE.get(name, (llama, jax.ShapeDtypeStruct((16, 1024), jnp.int32)))
     device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
-    for kind, said in ((AxisType.Explicit, "kernels prune in one pass"), (AxisType.Auto, "a mesh of explicit axes")):
+    for kind, said in (
         (AxisType.Explicit, "kernels prune in one pass"),
         (AxisType.Auto, "set a mesh of explicit axes"),
     ):

@@ -7,6 +7,7 @@ tests/kernels/tpu_test.py does that.
 import importlib.util
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,7 +15,7 @@ if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: make test-tpu", allow_module_level=True)
 
 import nmjax as nm
-from experiments.bench.tpu import TOPOLOGIES, counted, mesh_of, pruned, step
+from experiments.bench.tpu import TOPOLOGIES, Shape, counted, mesh_of, pruned, step
 
 PRUNERS = [
     "mse(2,4)", "mse(1,2)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue_approx(2,4)", "soft(2,4)", "uniform(2,4)",
@@ -84,6 +85,19 @@ def test_devices_exchange_no_more_than_for_a_dense_step(text, name, sides):
     dense, counts = (counted(*step(one, mesh=mesh), mesh) for one in ("dense", text))
     assert counts.kernels >= 2
     assert counts.collectives == dense.collectives
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_a_product_with_packed_weights_reads_little_more_than_half(generation):
+    w, x = Shape((4096, 14336), jnp.bfloat16), Shape((8, 4096), jnp.bfloat16)
+    packed = jax.eval_shape(lambda w: nm.pack(w, axis=-2, order="sublanes"), w)
+    f = lambda packed, x: nm.kernels.spmm(packed, x, axis=-1, transpose=True)
+    counts = counted(f, (packed, x), mesh_of(generation))
+    assert counts.kernels == 1
+    dense = 2 * (w.size + x.size + 8 * 14336)
+    assert counts.moved / dense <= (
+        0.6 if generation != "TPU7x" else 0.85
+    )  # which moves the words to fast memory first
 
 
 def test_xla_alone_moves_what_the_kernels_are_for():
