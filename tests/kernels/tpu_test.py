@@ -197,7 +197,9 @@ def test_errors_are_those_of_the_definition():
 
 def test_the_device_that_prunes():
     assert "only TPUs" in str(pruning("auto"))
-    for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
+    with nm.kernels.on("TPU v3"):
+        assert str(pruning("auto")) == "TPU v3: kernels are for TPU v4 and later"
+    for kind in ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
         with nm.kernels.on(kind):
             assert (pruning("auto"), pruning("interpret")) == (Pruning(kind), Pruning(kind, interpret=True))
             assert str(pruning("xla")) == "backend='xla'"
