@@ -198,8 +198,8 @@ def _pruned(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx, mask:
         return call((0,) * x.ndim, x, words[None], scalar)
 
     def part(x: jax.Array, words: jax.Array, scalar: jax.Array) -> jax.Array:
-        start = [lax.axis_index(names) * size if names else 0 for names, size in zip(spec, x.shape, strict=True)]
-        return call(start, x, words, scalar)
+        cuts = zip(spec or (), x.shape, strict=True)
+        return call([lax.axis_index(names) * size if names else 0 for names, size in cuts], x, words, scalar)
 
     specs = (spec, PartitionSpec(), PartitionSpec())
     return jax.shard_map(part, in_specs=specs, out_specs=spec, check_vma=False)(x, words[None], scalar)

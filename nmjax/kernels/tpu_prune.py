@@ -184,7 +184,8 @@ def _of_matrices(x: jax.Array, m: int, view: str) -> Any:
     height, width = min(_up(rows, SUBLANES), LANES), min(_up(columns, LANES), 4 * LANES)
     count = max(1, min(groups, BLOCK // (m * height * width)))
     grid = (batch, pl.cdiv(groups, count), 1, depth, pl.cdiv(rows, height), pl.cdiv(columns, width))
-    return _matrices, (None, count, m, None, height, width), grid, []
+    memory: list[tuple[int, int]] = []
+    return _matrices, (None, count, m, None, height, width), grid, memory
 
 
 def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any]) -> None:

@@ -26,8 +26,8 @@ PRUNERS = [
     "mse(2,4)", "mse(1,2)", "mse(3,5)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue(3,8)", "mvue(2,7)",
     "mvue_approx(2,4)", "soft(2,4)", "soft(2,4,'one')", "soft(5,8)", "uniform(2,4)", "uniform(1,3,rescale=False)",
     "transposable(2,4)", "decay(mse(2,4),linear(1,0,100))", "decay(mse(2,4),linear(1,0,100),'autodiff')",
-    "decay(mse(2,4),linear(1,0,20))", "ste(mse(2,4))", "sr_ste(mse(2,4),2e-4)", "chain(mse(2,4),mvue(1,4))",
-    "stages(((0,identity),(5,mse(3,4)),(50,mse(2,4))))",
+    "decay(mse(2,4),linear(1,0,20))", "decay(uniform(2,4,rescale=False),linear(1,0,100),'autodiff')", "ste(mse(2,4))",
+    "sr_ste(mse(2,4),2e-4)", "chain(mse(2,4),mvue(1,4))", "stages(((0,identity),(5,mse(3,4)),(50,mse(2,4))))",
 ]  # fmt: skip
 SHAPES = {  # k stands for the axis of groups
     "rows": ("k", 48), "columns": (48, "k"), "batch of rows": (2, 3, "k", 40), "batch of columns": (2, 60, "k"),
