@@ -33,7 +33,7 @@ BENCHMARKS = {
     "scale": Benchmark("many devices, saving, and starting again", "config dir rounds save"),
     "pretrained": Benchmark("reading a checkpoint, and pruning it in one shot"),
     "expected": Benchmark("what sparse tensor cores can bring to a step, computed from plans", "save", "computed"),
-    "counts": Benchmark("the kernels of a step, counted in its program", module="computed"),
+    "counts": Benchmark("the kernels of a step, counted in its program", "rounds device save", "computed"),
     "tpu": Benchmark("what a TPU's compiler counts in pruning and in steps, without a TPU", "save"),
     "silicon": Benchmark("the kernels on a GPU, row by row; goes on where it stopped", "out ship:dir minutes parts"),
     "tune": Benchmark("the fastest tiles of products, for the library", "shapes ship minutes save"),
@@ -57,6 +57,7 @@ def _method(text: str) -> str:
 OPTIONS: dict[str, dict[str, Any]] = {
     "rounds": {"type": int, "default": 9, "help": "how often everything is timed (default 9)"},
     "save": {"metavar": "NAME", "nargs": "?", "const": "", "help": "also write experiments/results/NAME.md"},
+    "device": {"choices": ("a100",), "help": "count what XLA's compiler makes of pruning for this device instead"},
     "size": {"type": _size, "default": 4096, "help": "rows and columns of the arrays (default 4096)"},
     "config": {"action": "append", "default": [], "help": "a config file, with or without a variant (repeatable)"},
     "dir": {"default": "", "help": "the folder of the data, as --config.data.dir"},

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import nmjax as nm
+from experiments.bench import compiled
 from experiments.bench.measure import Table, in_turn
 from experiments.bench.steps import LARGE, METHODS, loss, recipe
 from experiments.training.device import peak_flops
@@ -85,8 +86,11 @@ class Counted(NamedTuple):
     product_bytes: int = 0
 
 
-def counts(rounds: int) -> Iterator[Table]:
+def counts(rounds: int, device: str | None = None) -> Iterator[Table]:
     """Return the table of ``bench counts``. Programs are traced and lowered ``rounds`` times, in turn."""
+    if device is not None:
+        yield from compiled.counts(device)
+        return
     rows = {}
     for model, (make, example) in LARGE.items():
         steps = {(text, "auto"): gradients(make, example, text, "auto") for text in ("dense", *METHODS.values())}

@@ -1,7 +1,8 @@
 """Sums, masks and casts, written so that XLA on CPU computes each value once, in one pass over the array.
 
 The obvious ways to write them have the same results. But there XLA computes the value of a group again for each member
-of the group, or makes several passes.
+of the group, or makes several passes. On GPUs XLA makes two passes and writes the values of groups between them, so
+these take few bytes.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 
 def total(terms: Iterable[Num[Array, "..."]]) -> Num[Array, "..."]:
@@ -70,9 +71,26 @@ def spread(choices: list[Bool[Array, "..."]], shape: tuple[int, ...], axis: int)
     for first in range(0, len(choices), 16):  # float32, the dtype of `compute_once`, is exact for 16 bits
         some = choices[first : first + 16]
         word = compute_once(total(jnp.where(choice, float(1 << j), 0.0) for j, choice in enumerate(some)))
-        bit = (word.astype(jnp.int32) >> jnp.clip(place - first, 0, 15)) & 1 == 1
+        bit = (whole(word, 2 ** len(some)) >> jnp.clip(place - first, 0, 15)) & 1 == 1
         mask = bit if len(choices) <= 16 else mask | (bit & (place >= first) & (place < first + 16))
     return mask
+
+
+def whole(x: Float[Array, "..."], end: int) -> Int[Array, "..."]:
+    """Return whole numbers as integers, which XLA on GPU stores in as few bytes as they need.
+
+    Args:
+      x: Whole numbers from 0 to ``end - 1``.
+      end: The end, at most 2**31.
+
+    Returns:
+      The same numbers in int32.
+
+    >>> whole(jnp.array([0.0, 255.0]), 256)
+    Array([  0, 255], dtype=int32)
+    """
+    fits = next(kind for kind in (jnp.uint8, jnp.uint16, jnp.int32) if end - 1 <= jnp.iinfo(kind).max)
+    return x.astype(jnp.int32).astype(fits).astype(jnp.int32)  # a float would be clipped to the range of bytes
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -90,4 +90,7 @@ class uniform(Grouped):
         """Return the mask of the values to keep: those of the n largest uniforms of every group."""
         axis = groups.position(u.ndim, axis)
         order = lax.bitcast_convert_type(groups.split(u, axis, self.m), np.int32)
-        return groups.top_of(order, axis + 1, self.n).reshape(u.shape)
+        if self.m > 8:
+            return groups.top_of(order, axis + 1, self.n).reshape(u.shape)
+        hits = groups.first_of(groups.members(order, axis + 1), self.n)  # so that XLA on GPU writes no random numbers
+        return fusion.spread(hits, order.shape, axis + 1).reshape(u.shape)

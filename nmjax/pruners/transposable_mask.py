@@ -129,6 +129,7 @@ def _forms() -> dict[tuple[int, ...], list[tuple[int, int]]]:
 def _halves(size: jax.Array, rows: int, columns: int) -> jax.Array:
     """Return the best mask of every tile. It is computed as one integer, whose bit 4 i + j is the entry (i, j)."""
     word = _best_word([groups.members(row, columns) for row in groups.members(size, rows)])
+    word = lax.optimization_barrier(word.astype(jnp.uint16))  # XLA on GPU would write a hundred values of each tile
     place = 4 * lax.broadcasted_iota(jnp.int32, size.shape, rows) + lax.broadcasted_iota(jnp.int32, size.shape, columns)
     return (fusion.compute_once(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
 

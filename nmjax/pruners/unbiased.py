@@ -175,7 +175,7 @@ def _single(g: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     for v in a:
         upto = upto + v
         index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
-    kept = fusion.compute_once(index).astype(jnp.int32)
+    kept = fusion.whole(fusion.compute_once(index), g.shape[axis] + 1)
     hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == kept
     return _result(g, hit, mass * undo)
 
@@ -265,4 +265,4 @@ def _value(x: jax.Array, tau: jax.Array) -> jax.Array:
 
 def _as_stored(tau: jax.Array, g: jax.Array) -> jax.Array:
     """Return tau, rounded if the result is bfloat16: once per group instead of once per value."""
-    return lax.reduce_precision(tau, 8, 7) if g.dtype == jnp.bfloat16 else tau
+    return fusion.rounded(tau, g.dtype).astype(tau.dtype) if g.dtype == jnp.bfloat16 else tau

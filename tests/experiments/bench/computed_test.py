@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments.bench import computed, steps
+from experiments.bench import cases, compiled, computed, steps
 from experiments.bench.computed import Counted, counted
+from experiments.errors import Mistake
 from nmjax.kernels import tuning
 from nmjax.products import routes
 
@@ -119,3 +120,28 @@ def test_a_vit_of_base_size_runs_packed(text, step, packed):
     assert len(layers) == 72
     for layer in layers:
         assert {product for product, route in layer.runs if route.how == "packed"} == packed, layer.path
+
+
+def test_a_compiled_program_reads_and_writes_what_its_shapes_say():
+    """Squares of 8 x 4 values in float32, and a product in bfloat16, compiled for this machine."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arguments = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    found = compiled.cost((lambda x, y: (x * x, y.T @ y), arguments), here)
+    assert found.bytes >= 2 * 8 * 4 * 4 + 4 * 8 * 2 + 8 * 8 * 2
+    assert found.kernels >= 2
+    assert compiled.cost((lambda x: x * x, arguments[:1]), here) == (2 * 8 * 4 * 4, 0, 1)
+
+
+def test_a_compiler_that_is_missing_is_named_in_one_sentence(monkeypatch):
+    def missing(**options):
+        raise RuntimeError("no platform cuda")
+
+    monkeypatch.setattr(compiled.topologies, "get_topology_desc", missing)
+    with pytest.raises(Mistake, match=r"^counts --device a100 needs XLA's compiler for CUDA: [^.]*\.$"):
+        next(computed.counts(1, device="a100"))
+
+
+@pytest.mark.parametrize("text", ["dense", "s_ste(2,4)"])
+def test_the_steps_that_are_compiled_can_be_traced(text):
+    step, arguments = cases.step(text)
+    assert [v.shape for v in jax.eval_shape(step, *arguments)] == [(2048, 8192), (8192, 2048), (4096, 2048)]
