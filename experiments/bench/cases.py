@@ -1,7 +1,4 @@
-"""The programs that `experiments.bench.compiled` compiles for devices that need not be there.
-
-They prune by XLA alone.
-"""
+"""The programs that `experiments.bench.compiled` and `experiments.bench.tpu` compile for devices that are not there."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
 
@@ -36,18 +34,30 @@ def arrays() -> Iterator[tuple[str, list[Case]]]:
         yield text, [(partial(prune, axis=axis, p=p), (jax.ShapeDtypeStruct(SIDES, d), key)) for d, axis in COLUMNS]
 
 
-def step(text: str, dtype: Any = jnp.bfloat16) -> Case:
-    """Return the forward and backward pass of a feed-forward block with a method: the gradients of w1, w2 and x."""
+def step(text: str, backend: str = "xla", mesh: Mesh | None = None) -> Case:
+    """Return the gradients of a feed-forward block in bfloat16, 2048 -> 8192 -> 2048, and their arguments.
+
+    It has 4096 tokens, and 4096 for each part of the batch on a mesh ("fsdp", "tensor"). There both weights are cut
+    along both axes, and are gathered along "fsdp" before they are used.
+    """
     sparsity = nm.parse(text)
-    shape = partial(jax.ShapeDtypeStruct, dtype=dtype)
-    up, down = shape((WIDTH, 4 * WIDTH)), shape((4 * WIDTH, WIDTH))
-    state = lambda w: jax.eval_shape(partial(sparsity.init, contract=0, out=1), w)
+    spec = lambda *axes: {} if mesh is None else {"sharding": NamedSharding(mesh, P(*axes))}
+    gathered = (lambda w, *axes: w) if mesh is None else (lambda w, *axes: jax.reshard(w, P(*axes)))
+    out = lambda *axes: {} if mesh is None else {"out_sharding": P(*axes)}
+    tokens = TOKENS * (1 if mesh is None else mesh.shape["fsdp"])
 
-    def loss(w1: Any, w2: Any, x: Any, keys: Any, now: Any, states: Any) -> jax.Array:
-        first, second = (nm.Ctx(key=keys[i], step=now, state=states[i]) for i in (0, 1))
-        product = partial(nm.einsum, "ti,io->to", sparsity=sparsity, backend="xla")
-        y = product(jax.nn.gelu(product(x, w1, ctx=first)), w2, ctx=second)
-        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+    def loss(up: jax.Array, down: jax.Array, x: jax.Array, keys: jax.Array, states: Any, step: jax.Array) -> jax.Array:
+        ctx = [nm.Ctx(key, step, state) for key, state in zip(keys, states, strict=True)]
+        how = {"sparsity": sparsity, "backend": backend}
+        up, down = gathered(up, None, "tensor"), gathered(down, "tensor", None)
+        h = jax.nn.gelu(nm.einsum("td,df->tf", x, up, ctx=ctx[0], **how, **out("fsdp", "tensor")))
+        y = nm.einsum("tf,fd->td", h, down, ctx=ctx[1], **how, **out("fsdp", None))
+        return jnp.sum(y.astype(jnp.float32) ** 2)
 
+    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.bfloat16, **spec("fsdp", "tensor"))
+    down = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.bfloat16, **spec("tensor", "fsdp"))
+    plain = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in (up, down)]
+    states = [jax.eval_shape(lambda w: sparsity.init(w, contract=0, out=1), w) for w in plain]
+    x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.bfloat16, **spec("fsdp", None))
     keys, now = jax.ShapeDtypeStruct((2, 2), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.grad(loss, (0, 1, 2)), (up, down, shape((TOKENS, WIDTH)), keys, now, (state(up), state(down)))
+    return jax.grad(loss, (0, 1, 2)), (up, down, x, keys, states, now)

@@ -26,6 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
+from experiments.bench.cases import METHODS, step
 from experiments.bench.measure import Table
 from experiments.bench.steps import LARGE, loss, recipe
 from experiments.errors import Mistake
@@ -93,41 +94,10 @@ def pruned(text: str, dtype: Any, axis: int, shape: tuple[int, ...] = (4096, 819
     return f, (x, Shape((2,), jnp.uint32), Shape((), jnp.int32), jax.eval_shape(lambda x: p.init(x, axis), x))
 
 
-def step(text: str, backend: str = "auto", mesh: Mesh | None = None) -> Any:
-    """Return the gradients of a feed-forward block in bfloat16, 2048 -> 8192 -> 2048, and their arguments.
-
-    It has 4096 tokens, and 4096 for each part of the batch on a mesh ("fsdp", "tensor"). There both weights are cut
-    along both axes, and are gathered along "fsdp" before they are used.
-    """
-    sparsity = nm.Sparsity() if text == "dense" else nm.parse(text)
-    spec = lambda *axes: {} if mesh is None else {"sharding": NamedSharding(mesh, P(*axes))}
-    gathered = (lambda w, *axes: w) if mesh is None else (lambda w, *axes: jax.reshard(w, P(*axes)))
-    out = lambda *axes: {} if mesh is None else {"out_sharding": P(*axes)}
-    tokens = 4096 * (1 if mesh is None else mesh.shape["fsdp"])
-
-    def loss(up: jax.Array, down: jax.Array, x: jax.Array, keys: jax.Array, states: Any, step: jax.Array) -> jax.Array:
-        ctx = [nm.Ctx(key, step, state) for key, state in zip(keys, states, strict=True)]
-        how = {"sparsity": sparsity, "backend": backend}
-        up, down = gathered(up, None, "tensor"), gathered(down, "tensor", None)
-        h = jax.nn.gelu(nm.einsum("td,df->tf", x, up, ctx=ctx[0], **how, **out("fsdp", "tensor")))
-        y = nm.einsum("tf,fd->td", h, down, ctx=ctx[1], **how, **out("fsdp", None))
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    up = Shape((2048, 8192), jnp.bfloat16, **spec("fsdp", "tensor"))
-    down = Shape((8192, 2048), jnp.bfloat16, **spec("tensor", "fsdp"))
-    plain = [Shape(w.shape, w.dtype) for w in (up, down)]
-    states = [jax.eval_shape(lambda w: sparsity.init(w, contract=0, out=1), w) for w in plain]
-    x = Shape((tokens, 2048), jnp.bfloat16, **spec("fsdp", None))
-    return jax.grad(loss, (0, 1, 2)), (up, down, x, Shape((2, 2), jnp.uint32), states, Shape((), jnp.int32))
-
-
 # ---- tables ----
 
 ARRAYS = ("mse(2,4)", "mvue(2,4)", "soft(2,4)", "transposable(2,4)", "mse(8,16)")
-STEPS = (
-    "ste(2,4)", "dw_g=mvue(2,4)", "ste(2,4); dw_g=mvue(2,4)", "s_ste(2,4)", "sr_ste(2,4)", "mdgf(2,4,linear(1,0,100))",
-    "y_w=ste(transposable(2,4))", "fst()", "dw_g=rows(mvue(1,4))",
-)  # fmt: skip
+STEPS = (*METHODS[1:], "fst()")
 MODELS = ("GPT-2 124M, 32 x 1024 tokens",)
 MESHES = {"v5e:2x4": (2, 4), "v6e:4x4": (4, 4)}
 
@@ -151,7 +121,7 @@ def tpu() -> Iterator[Table]:
     head = ["", "bytes, by XLA", "temporary memory, by XLA", "bytes, by a kernel", "temporary memory, by a kernel"]
     yield Table("An array of 4096 x 8192 in bfloat16 on a v5e, in arrays", f"{how} A copy moves 2.", head, rows)
     for generation in ("v5e", "v6e"):
-        dense, rows = counted(*step("dense"), mesh_of(generation)), {}
+        dense, rows = counted(*step("dense", "auto"), mesh_of(generation)), {}
         for text in STEPS:
             cells = []
             for backend in ("xla", "auto") if generation == "v5e" else ("auto",):
@@ -166,9 +136,9 @@ def tpu() -> Iterator[Table]:
     rows = {}
     for name, sides in MESHES.items():
         mesh = mesh_of(name, sides, ("fsdp", "tensor"))
-        dense = counted(*step("dense", mesh=mesh), mesh)
+        dense = counted(*step("dense", "auto", mesh), mesh)
         for text in ("s_ste(2,4)", "y_w=ste(transposable(2,4))", "dw_g=rows(mvue(1,4))"):
-            counts = counted(*step(text, mesh=mesh), mesh)
+            counts = counted(*step(text, "auto", mesh), mesh)
             exchanged = [str(sum(c.collectives.values())) for c in (dense, counts)]
             rows[f"{name}, `{text}`"] = [counts.moved / dense.moved, *exchanged]
     head = ["", "bytes of a device over dense", "collectives: dense", "pruned"]

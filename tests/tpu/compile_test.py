@@ -15,7 +15,8 @@ if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: make test-tpu", allow_module_level=True)
 
 import nmjax as nm
-from experiments.bench.tpu import TOPOLOGIES, Shape, counted, mesh_of, pruned, step
+from experiments.bench.cases import step
+from experiments.bench.tpu import TOPOLOGIES, Shape, counted, mesh_of, pruned
 
 PRUNERS = [
     "mse(2,4)", "mse(1,2)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue_approx(2,4)", "soft(2,4)", "uniform(2,4)",
@@ -82,7 +83,7 @@ def test_a_step_compiles_for_other_generations(text, generation):
 @pytest.mark.parametrize("text", ["s_ste(2,4)", pytest.param("y_w=ste(transposable(2,4))", marks=pytest.mark.rare)])
 def test_devices_exchange_no_more_than_for_a_dense_step(text, name, sides):
     mesh = mesh_of(name, sides, ("fsdp", "tensor"))
-    dense, counts = (counted(*step(one, mesh=mesh), mesh) for one in ("dense", text))
+    dense, counts = (counted(*step(one, "auto", mesh), mesh) for one in ("dense", text))
     assert counts.kernels >= 2
     assert counts.collectives == dense.collectives
 
