@@ -18,8 +18,6 @@ from cycler import cycler
 from flax import nnx
 from jax.typing import ArrayLike
 
-from nmjax import __version__
-
 LENGTH = 64  # bytes in a window of `batch` and `perplexity`
 COLOURS = ("#2f6f9f", "#c8642b", "#3f8a5c", "#8a5a9e", "#9a8630", "#6b6b6b")
 GROUND = "#fbfaf7"  # pictures have a ground of their own, so that they are readable on a dark page too
@@ -245,10 +243,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> list[list[str]]:
-    """Return the devices, the versions and the date as rows of a table."""
+    """Return the devices, the date and the versions of JAX as rows of a table."""
     devices = jax.devices()
     rows = [["devices", f"{len(devices)} x {devices[0].device_kind}"], ["date", f"{datetime.date.today()}"]]
-    rows.append(["nmjax", __version__])
     for name in ("jax", "jaxlib", "libtpu"):
         found = list(importlib.metadata.distributions(name=name))
         rows.append([name, found[0].version if found else "not installed"])
