@@ -6,6 +6,7 @@
 #   make test-all   all tests, also those that interpret kernels, start processes or take long, with some of their cases: about half an hour on two
 #   make test-every   all cases of all tests, and all notebooks. A workflow does this once a week
 #   make test-docs  the tests of the site, which need Sphinx
+#   make test-tpu   compiles for TPUs without a TPU, and compares bytes and memory with their limits. Downloads libtpu, 170 MB
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make gallery    runs most config files that need no download, and makes one index of their reports (half an hour on two)
@@ -28,7 +29,7 @@ export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .DEFAULT_GOAL := run
-.PHONY: help run test test-all test-every test-docs test-thirdparty bench gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
+.PHONY: help run test test-all test-every test-docs test-tpu test-thirdparty bench gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,6 +48,9 @@ test-every: $(VENV)/made
 
 test-docs: $(VENV)/docs-made
 	$(BIN)/python -m pytest -q tests/site_test.py
+
+test-tpu: $(VENV)/tpu-made
+	PYTHONPATH=$(VENV)/tpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q tests/tpu $(ARGS)
 
 test-thirdparty: $(VENV)/thirdparty-made
 	$(BIN)/python -m pytest -q tests/thirdparty $(ARGS)
@@ -102,6 +106,11 @@ clean:
 $(VENV)/made: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/tpu-made: $(VENV)/made
+	$(BIN)/python -c "import importlib.metadata as m; print(next(r.split(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))" > $(VENV)/libtpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/tpu -r $(VENV)/libtpu.txt
 	touch $@
 
 $(VENV)/thirdparty-made: tests/thirdparty/requirements.txt $(VENV)/made

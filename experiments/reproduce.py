@@ -5,8 +5,8 @@
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its configs and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
 pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables.
-``cpu_steps`` has rows of the benchmarks' tables. A block that begins with several lines shows the claims that they ask
-for::
+``cpu_steps`` and ``tpu_steps`` have rows of the benchmarks' tables. A block that begins with several lines shows the
+claims that they ask for::
 
     <!-- claims
     Is S-STE as good as dense training?
@@ -34,7 +34,10 @@ from experiments.report.words import duration, markdown_table
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 DOCS = ROOT.parent / "docs"
-PAGES = (PAGE, DOCS / "evidence" / "methods.md", DOCS / "evidence" / "benchmarks.md", DOCS / "hardware.md")
+PAGES = (
+    PAGE,
+    *(DOCS / f"{name}.md" for name in ("evidence/methods", "evidence/benchmarks", "hardware", "how_to/tpus")),
+)
 ALL = {
     "counts": evidence.counts,
     "claims": evidence.main_claims,
@@ -52,6 +55,8 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
         return _text([evidence.legend()]), {}
     if name == "cpu_steps":
         return _text([_cpu_steps(results)]), {}
+    if name == "tpu_steps":
+        return _text([_tpu_steps(results)]), {}
     if name in ALL:
         return _text([ALL[name](results)]), {}
     its_study = study(name)
@@ -74,6 +79,14 @@ def _cpu_steps(results: Path) -> str:
     rows = [[f"`{name}`", time, "zeros are multiplied; depends on the processor"] for name, time in steps]
     rows += [[f"{model}, {slot}", time, "whole rows; no sparse tensor cores needed"] for model, slot, time in in_rows]
     return markdown_table([head, *rows], narrow=True)
+
+
+def _tpu_steps(results: Path) -> str:
+    """Return the bytes and the memory of a step on a TPU, from the recorded table of the benchmark `tpu`."""
+    section = (results / "tpu_counts.md").read_text().split("## A feed-forward step on a v5e")[1].split("## ")[0]
+    rows = re.findall(r"(?m)^\| (`.*`) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section)
+    head = ["a feed-forward step, over dense", "bytes, XLA prunes", "bytes, kernels prune", "temporary memory, kernels"]
+    return markdown_table([head, *([text, xla, moved, memory] for text, xla, _, moved, memory in rows)], narrow=True)
 
 
 def _text(parts: list[str]) -> str:

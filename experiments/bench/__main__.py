@@ -34,6 +34,7 @@ BENCHMARKS = {
     "pretrained": Benchmark("reading a checkpoint, and pruning it in one shot"),
     "expected": Benchmark("what sparse tensor cores can bring to a step, computed from plans", "save", "computed"),
     "counts": Benchmark("the kernels of a step, counted in its program", module="computed"),
+    "tpu": Benchmark("what a TPU's compiler counts in pruning and in steps, without a TPU", "save"),
     "silicon": Benchmark("the kernels on a GPU, row by row; goes on where it stopped", "out ship:dir minutes parts"),
     "tune": Benchmark("the fastest tiles of products, for the library", "shapes ship minutes save"),
 }

@@ -18,6 +18,10 @@ x 64 values of the matrix: ``[..., M/64, K/64, 128]``, 1/16 of the dense bytes. 
 
 The values keep the array's own order, with half of its axis: either axis may be the contiguous one. K is the axis of
 the groups, and M is the axis beside it.
+
+``sublanes``, for TPUs and groups along the axis before the last: a uint32 holds eight nibbles of a column, which are
+eight groups apart: ``[..., 8 ceil(K/256), M]``. Row ``8 b + s`` has groups ``64 b + s``, ``64 b + 8 + s``, ...
+``64 b + 56 + s``, the first lowest. Groups beyond K are 0x3.
 """
 
 from dataclasses import dataclass
@@ -32,7 +36,8 @@ from jaxtyping import Array, Bool, Int, UInt
 from nmjax.core import groups
 from nmjax.core.refusal import Refusal
 
-ORDERS = ("plain", "words16", "words8")
+ORDERS = ("plain", "words16", "words8", "sublanes")
+NO_GROUP = 3  # the nibble of a group beyond the end
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "indices"), meta_fields=("axis", "n", "m", "order"))
@@ -94,8 +99,9 @@ def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None
       axis: The axis of the groups.
       n: The values that are kept of a group.
       m: The length of a group, at most 256.
-      order: ``"plain"``, ``"words16"`` or ``"words8"``, see `nmjax.kernels.format`. Without it, it is the order of
-        sparse tensor cores if they read this array: 2:4 of 16- or 8-bit floats of a fitting shape. Else it is plain.
+      order: ``"plain"``, ``"words16"``, ``"words8"`` or ``"sublanes"``, see `nmjax.kernels.format`. Without it, it is
+        the order of sparse tensor cores if they read this array: 2:4 of 16- or 8-bit floats of a fitting shape. Else it
+        is plain.
 
     Returns:
       The packed array. `unpack` gives the array back.
@@ -191,12 +197,17 @@ def order_refusal(
         return Refusal(f"the orders are {', '.join(map(repr, ORDERS))}, got {order!r}.")
     if order == "plain":
         return None
-    wide = order == "words16"
+    wide, sizes = order == "words16", {"words16": (16,), "words8": (8,), "sublanes": (16, 32)}[order]
     array = f"order {order!r} and an array of shape {tuple(shape)} and dtype {jnp.dtype(dtype).name}"
     if (n, m) != (2, 4):
-        return Refusal(f"{array}: sparse tensor cores read 2:4 only, not {n}:{m}. Write order='plain'.")
-    if jnp.dtype(dtype).itemsize != (2 if wide else 1):
-        return Refusal(f"{array}: it takes {16 if wide else 8}-bit values. Cast it, or write order='plain'.")
+        return Refusal(f"{array}: it takes 2:4 only, not {n}:{m}. Write order='plain'.")
+    if 8 * jnp.dtype(dtype).itemsize not in sizes:
+        return Refusal(
+            f"{array}: it takes {'- or '.join(map(str, sizes))}-bit values. Cast it, or write order='plain'."
+        )
+    if order == "sublanes":
+        own = Refusal(f"{array}: groups must lie along the axis before the last, not along axis {len(shape) + axis}.")
+        return None if axis == -2 else own
     if wide and (len(shape) < 2 or axis not in (-1, -2)):
         return Refusal(f"{array}: groups must lie along one of the last two axes, not along axis {len(shape) + axis}.")
     if not wide and (len(shape) < 2 or axis != -1):
@@ -280,12 +291,16 @@ def two_of_four(
 
 def in_order(nibbles: UInt[Array, "..."], axis: int, order: str) -> UInt[Array, "..."]:
     """Put nibbles, shaped like the array with a quarter of its axis, into an order of the hardware."""
+    if order == "sublanes":
+        return _in_sublanes(nibbles)
     if axis == -2:
         nibbles = jnp.swapaxes(nibbles, -1, -2)
     return words16(nibbles) if order == "words16" else _in_words(nibbles, 8)
 
 
 def _out_of_order(packed: Packed) -> UInt[Array, "..."]:
+    if packed.order == "sublanes":
+        return _out_of_sublanes(packed.indices)[..., : packed.values.shape[-2] // 2, :]
     if packed.order == "words8":
         return _nibbles_of(packed.indices, 8)
     nibbles = nibbles16(packed.indices)
@@ -311,10 +326,24 @@ def nibbles16(words: UInt[Array, "*batch m64 k64 128"]) -> UInt[Array, "*batch m
 
 def _in_words(nibbles: UInt[Array, "..."], count: int) -> UInt[Array, "..."]:
     """Put ``count`` nibbles of the last axis into a word, the first lowest."""
-    v = nibbles.astype(jnp.uint32).reshape(*nibbles.shape[:-1], -1, count)
+    v = nibbles.astype(jnp.uint32).reshape(*nibbles.shape[:-1], nibbles.shape[-1] // count, count)
     return sum((v[..., i] << np.uint32(4 * i) for i in range(1, count)), v[..., 0])
 
 
 def _nibbles_of(words: UInt[Array, "..."], count: int) -> UInt[Array, "..."]:
     v = jnp.stack([words >> np.uint32(4 * i) & np.uint32(15) for i in range(count)], -1)
-    return v.reshape(*words.shape[:-1], -1)
+    return v.reshape(*words.shape[:-1], words.shape[-1] * count)
+
+
+def _in_sublanes(nibbles: UInt[Array, "*batch k4 m"]) -> UInt[Array, "*batch w m"]:
+    *batch, groups, columns = nibbles.shape
+    blocks = -(-groups // 64)
+    ends = [(0, 0)] * len(batch) + [(0, 64 * blocks - groups), (0, 0)]
+    split = jnp.pad(nibbles, ends, constant_values=NO_GROUP).reshape(*batch, blocks, 8, 8, columns)
+    return _in_words(jnp.moveaxis(split, -3, -1), 8).reshape(*batch, 8 * blocks, columns)
+
+
+def _out_of_sublanes(words: UInt[Array, "*batch w m"]) -> UInt[Array, "*batch k4 m"]:
+    *batch, rows, columns = words.shape
+    nibbles = _nibbles_of(words[..., None], 8).reshape(*batch, rows // 8, 8, columns, 8)
+    return jnp.moveaxis(nibbles, -1, -3).reshape(*batch, 8 * rows, columns)

@@ -111,6 +111,8 @@ def pruning(backend: str) -> Pruning | Refusal:
             "jax.set_mesh(jax.make_mesh(...)), or call the layer in jax.shard_map"
         )
     kind = _concrete().device_kind if abstract is None else abstract.device_kind
+    if re.fullmatch(r"TPU v[23]", kind):
+        return Refusal(f"{kind}: kernels are for TPU v4 and later")
     return Pruning(kind, backend == "interpret")
 
 

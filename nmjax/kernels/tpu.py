@@ -1,4 +1,4 @@
-"""Pruning on a TPU in one pass: what its kernel serves, and the call.
+"""Pruning on a TPU in one pass, and products of packed weights: what its kernels serve, and the calls.
 
 This file imports no Pallas, so that a plan can be made where no kernel can run.
 """
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
 
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
@@ -21,6 +22,8 @@ from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 from nmjax.kernels.batches import mapped
+from nmjax.kernels.family import Shape
+from nmjax.kernels.format import Packed
 from nmjax.pruners import identity
 
 MOST = 16  # members of a group
@@ -28,7 +31,7 @@ MOST = 16  # members of a group
 
 @dataclass(frozen=True, repr=False)
 class Pruning(Value):
-    """A TPU that prunes in one pass. Products pass it to pruners as ``ctx.kernels``.
+    """A TPU, whose kernels prune in one pass. Products pass it to pruners as ``ctx.kernels``.
 
     Args:
       kind: The device, as ``jax.Device.device_kind`` names it.
@@ -112,6 +115,48 @@ class Pruning(Value):
         call = partial(_take, self, m=m)
         return jax.shard_map(call, in_specs=(spec, chosen, chosen), out_specs=spec, check_vma=False)(x, places, scales)
 
+    def product_refusal(self, shape: Shape, b: jax.Array, configured: bool = False) -> Refusal | None:
+        """Return the reason why XLA multiplies an array packed in ``sublanes``, or None if a kernel does.
+
+        Args:
+          shape: The product.
+          b: The dense operand.
+          configured: True if the caller chose tiles.
+        """
+        if min(shape.sides) < 1:
+            return Refusal(f"M, N, K = {shape.m}, {shape.n}, {shape.k}: it is empty")
+        if shape.dtype not in ("float32", "bfloat16") or b.dtype != shape.dtype:
+            return Refusal(
+                f"the operands are {shape.dtype} and {b.dtype.name}: a TPU's kernel takes both in float32 or bfloat16"
+            )
+        if shape.out not in ("float32", "bfloat16"):
+            return Refusal(f"the result is {shape.out}, which no kernel of a TPU writes")
+        if configured:
+            return Refusal("the kernel of a TPU has no config")
+        if _explicit(b) is not None:
+            return Refusal("the mesh has explicit axes: call spmm in jax.shard_map over all axes")
+        return None
+
+    def multiply(self, packed: Packed, b: jax.Array, scale: ArrayLike | None, shape: Shape) -> jax.Array:
+        """Multiply an array packed in ``sublanes`` by a dense one, as `nmjax.kernels.spmm` describes."""
+        batch = b.shape[:-2]
+        scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
+        x = jnp.swapaxes(b, -1, -2) if shape.n_major else b
+        flat = (v.reshape(math.prod(batch), *v.shape[-2:]) for v in (packed.values, packed.indices, x))
+        y = _product(shape.out, self.interpret)(*flat, scales)
+        y = y.reshape(*batch, *y.shape[1:])
+        return y if shape.transpose else jnp.swapaxes(y, -1, -2)
+
+
+@lru_cache
+def _product(dtype: str, interpret: bool) -> Callable[..., jax.Array]:
+    def call(values: jax.Array, words: jax.Array, x: jax.Array, scales: jax.Array) -> jax.Array:
+        from nmjax.kernels import tpu_spmm
+
+        return tpu_spmm.spmm(values, words, x, scales, dtype=dtype, interpret=interpret)
+
+    return mapped(call)
+
 
 def _explicit(x: jax.Array) -> PartitionSpec | None:
     """Return how an array lies on a mesh of explicit axes; None if there is none."""
@@ -153,8 +198,8 @@ def _pruned(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx, mask:
         return call((0,) * x.ndim, x, words[None], scalar)
 
     def part(x: jax.Array, words: jax.Array, scalar: jax.Array) -> jax.Array:
-        start = [lax.axis_index(names) * size if names else 0 for names, size in zip(spec, x.shape, strict=True)]
-        return call(start, x, words, scalar)
+        cuts = zip(spec or (), x.shape, strict=True)
+        return call([lax.axis_index(names) * size if names else 0 for names, size in cuts], x, words, scalar)
 
     specs = (spec, PartitionSpec(), PartitionSpec())
     return jax.shard_map(part, in_specs=specs, out_specs=spec, check_vma=False)(x, words[None], scalar)

@@ -78,6 +78,8 @@ def prune(
 
         run(x, y, memory, _tile_pruner(pruner, mask) if view == "tiles" else pruned)
 
+    if not interpret:  # else XLA would first copy it to fast memory, where the kernel takes its blocks anyway
+        x = pltpu.with_memory_space_constraint(x, pltpu.HBM)
     spec = pl.BlockSpec(block, lambda *at: at)
     small = pl.BlockSpec(memory_space=pltpu.SMEM)
     flops = x.size * 8 * m  # a rank among m, and the draws
@@ -182,7 +184,8 @@ def _of_matrices(x: jax.Array, m: int, view: str) -> Any:
     height, width = min(_up(rows, SUBLANES), LANES), min(_up(columns, LANES), 4 * LANES)
     count = max(1, min(groups, BLOCK // (m * height * width)))
     grid = (batch, pl.cdiv(groups, count), 1, depth, pl.cdiv(rows, height), pl.cdiv(columns, width))
-    return _matrices, (None, count, m, None, height, width), grid, []
+    memory: list[tuple[int, int]] = []
+    return _matrices, (None, count, m, None, height, width), grid, memory
 
 
 def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from nmjax.core import groups, merging, random
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.value import told
+from nmjax.kernels.targets import pruning_kernels
 from nmjax.products.slot import SLOTS
 from nmjax.pruners import identity
 
@@ -301,6 +302,7 @@ def prune(
     if x.ndim == 0:
         raise ValueError(f"{pruner} prunes along an axis, and a 0-d array has none.")
     axis = groups.position(x.ndim, axis)
-    ctx = Ctx(None if key is None else random.fold(random.words(key), step), step, state)
+    words = None if key is None else random.fold(random.words(key), step)
+    ctx = Ctx(words, step, state, kernels=pruning_kernels("auto"))
     axes = ctx.axes_of(x.ndim, axis)
     return pruned(str(pruner), pruner, x, Operand((axis,), axes.others, axes.space), ctx)

@@ -207,7 +207,7 @@ def _on_tpu(product: str, route: Route, case: Case) -> Route:
         return route
     axes = case.op.operands(case.lhs.ndim, case.rhs.ndim)
     arrays = {"x": case.lhs, "w": case.rhs, "g": result_shape(case.op, case.lhs, case.rhs)}
-    by_xla = []
+    by_xla: list[str] = []
     for operand, name in OPERANDS[product].items():
         p, v, of = case.sparsity.slots[name].pruner, arrays[operand], axes[name]
         if p != identity and of.contract:

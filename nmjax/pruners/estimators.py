@@ -209,7 +209,8 @@ class decay(Pruner):
         form = self.p.kernel_form
         if form.members is None or form.scalar is not None or self.p.facts.has_state:
             return KernelForm()
-        return KernelForm(partial(self._members, form.members), form.keys, form.each, scalar=self._factor)
+        members = partial(self._members, form.members)
+        return KernelForm(members, keys=form.keys, each=form.each, scalar=self._factor)
 
     def _members(self, prune: Any, x: list[jax.Array], u: Any, factor: Any) -> list[jax.Array]:
         bits = lambda v: lax.bitcast_convert_type(v, jnp.int32)  # those of a kept -0 are not zero

@@ -154,6 +154,25 @@ def test_plain_order_is_what_hands_would_write(data, pattern, dtype):
     np.testing.assert_array_equal(nm.unpack(packed).astype(jnp.float32), x.astype(jnp.float32))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("k", [4, 256, 300])
+def test_sublanes_hold_eight_groups_that_are_eight_apart(k, dtype):
+    x = two_of_four((2, k, 3), dtype, axis=-2)
+    packed = nm.pack(x, -2, order="sublanes")
+    assert packed.indices.shape == (2, -(-k // 256) * 8, 3)
+    words, dense = np.asarray(packed.indices), np.zeros(x.shape)
+    for group in range(words.shape[1] * 8):
+        nibbles = words[:, group // 64 * 8 + group % 8] >> np.uint32(4 * (group // 8 % 8)) & 15
+        for batch, column in itertools.product(range(2), range(3)):
+            nibble = int(nibbles[batch, column])
+            if group >= k // 4:
+                assert nibble == packing.NO_GROUP
+            for slot, place in enumerate(NIBBLES.get(nibble, ())):
+                dense[batch, 4 * group + place, column] = packed.values[batch, 2 * group + slot, column]
+    np.testing.assert_array_equal(dense, np.asarray(x, np.float64))
+    np.testing.assert_array_equal(nm.unpack(packed), x)
+
+
 @pytest.mark.slow
 def test_orders_agree():
     """The same matrix in every order that takes it unpacks to itself."""
@@ -234,7 +253,10 @@ def test_natural_orders():
         (lambda: nm.pack(jnp.zeros((4, 8), jnp.float8_e5m2), order="words8"), ValueError, "its last axis must divide by 32"),
         (lambda: nm.pack(jnp.zeros((64, 64), jnp.float8_e5m2), 0, order="words8"), ValueError, "8-bit values must be contiguous along their groups, .* not along axis 0"),
         (lambda: nm.pack(jnp.zeros((64, 64), jnp.bfloat16), n=1, order="words16"), ValueError, "2:4 only, not 1:4"),
-        (lambda: nm.pack(jnp.zeros((64, 64)), order="coo"), ValueError, "^pack: the orders are 'plain', 'words16', 'words8', got 'coo'"),
+        (lambda: nm.pack(jnp.zeros((64, 64)), order="sublanes"), ValueError, "groups must lie along the axis before the last, not along axis 1"),
+        (lambda: nm.pack(jnp.zeros((64, 64), jnp.float8_e5m2), 0, order="sublanes"), ValueError, "it takes 16- or 32-bit values"),
+        (lambda: nm.pack(jnp.zeros((64, 64)), 0, n=1, order="sublanes"), ValueError, "2:4 only, not 1:4"),
+        (lambda: nm.pack(jnp.zeros((64, 64)), order="coo"), ValueError, "^pack: the orders are 'plain', 'words16', 'words8', 'sublanes', got 'coo'"),
     ],
 )  # fmt: skip
 def test_errors(call, kind, match):

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import nmjax as nm
+from experiments.bench.steps import LARGE
 from nmjax.kernels.targets import pruning
 from nmjax.kernels.tpu import Pruning
 from tests.products.products_test import normal
@@ -24,8 +26,8 @@ PRUNERS = [
     "mse(2,4)", "mse(1,2)", "mse(3,5)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue(3,8)", "mvue(2,7)",
     "mvue_approx(2,4)", "soft(2,4)", "soft(2,4,'one')", "soft(5,8)", "uniform(2,4)", "uniform(1,3,rescale=False)",
     "transposable(2,4)", "decay(mse(2,4),linear(1,0,100))", "decay(mse(2,4),linear(1,0,100),'autodiff')",
-    "decay(mse(2,4),linear(1,0,20))", "ste(mse(2,4))", "sr_ste(mse(2,4),2e-4)", "chain(mse(2,4),mvue(1,4))",
-    "stages(((0,identity),(5,mse(3,4)),(50,mse(2,4))))",
+    "decay(mse(2,4),linear(1,0,20))", "decay(uniform(2,4,rescale=False),linear(1,0,100),'autodiff')", "ste(mse(2,4))",
+    "sr_ste(mse(2,4),2e-4)", "chain(mse(2,4),mvue(1,4))", "stages(((0,identity),(5,mse(3,4)),(50,mse(2,4))))",
 ]  # fmt: skip
 SHAPES = {  # k stands for the axis of groups
     "rows": ("k", 48), "columns": (48, "k"), "batch of rows": (2, 3, "k", 40), "batch of columns": (2, 60, "k"),
@@ -195,7 +197,9 @@ def test_errors_are_those_of_the_definition():
 
 def test_the_device_that_prunes():
     assert "only TPUs" in str(pruning("auto"))
-    for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
+    with nm.kernels.on("TPU v3"):
+        assert str(pruning("auto")) == "TPU v3: kernels are for TPU v4 and later"
+    for kind in ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
         with nm.kernels.on(kind):
             assert (pruning("auto"), pruning("interpret")) == (Pruning(kind), Pruning(kind, interpret=True))
             assert str(pruning("xla")) == "backend='xla'"
@@ -247,3 +251,26 @@ def test_a_compacted_product_on_a_tpu_has_the_bits_of_one_on_a_cpu(text, subscri
         assert "pallas_call" in program
         assert "gather" not in program
         jax.tree.map(np.testing.assert_array_equal, step("interpret")(x, w), expected)
+
+
+def llama():
+    sizes = {"vocabulary": 128256, "width": 2048, "depth": 16, "heads": 32, "kv_heads": 8, "hidden": 8192}
+    return nm.models.Decoder(**sizes, length=4096, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT-B/16, 64 images", "GPT-2 124M, 32 x 1024 tokens", "Llama-3.2-1B"])
+def test_the_plan_of_a_model_on_sixteen_tpus_says_what_runs(name):
+    make, x = LARGE.get(name, (llama, jax.ShapeDtypeStruct((16, 1024), jnp.int32)))
+    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    for kind, said in (
+        (AxisType.Explicit, "kernels prune in one pass"),
+        (AxisType.Auto, "set a mesh of explicit axes"),
+    ):
+        mesh = jax.sharding.AbstractMesh((16,), ("fsdp",), axis_types=(kind,), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            plan = nm.nnx.plan(nnx.eval_shape(make), nm.Recipe({r"blocks/.*": "s_ste(2,4)"}), x)
+        routes = [route for layer in plan.layers if layer.slots for _, route in layer.runs if route.how != "dense"]
+        assert len(routes) >= 100
+        assert all(route.why.startswith("TPU v5 lite has no sparse tensor cores; ") for route in routes)
+        assert all(said in route.why for route in routes)
