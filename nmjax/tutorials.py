@@ -1,7 +1,9 @@
 """What the notebooks share: data, a small training loop, checks and figures. Needs ``nmjax[experiments]``."""
 
+import datetime
 import functools
 import importlib.metadata
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -148,6 +150,110 @@ def check(law: str, holds: ArrayLike) -> None:
 def same(a: Any, b: Any) -> bool:
     """Return whether two pytrees have the same leaves, bit for bit."""
     return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+# ---- bits and times of a device ----
+
+
+def in_turn(calls: Mapping[Any, Callable[[], Any]], rounds: int, seconds: float = 0.05) -> dict[Any, np.ndarray]:
+    """Return the seconds of one call of each function, round by round. All are timed in turn.
+
+    A function that fails is printed, and its times are NaN.
+
+    Args:
+      calls: The functions, by their names.
+      rounds: The number of rounds.
+      seconds: About the time that the calls of one function take in a round.
+
+    >>> def refuses():
+    ...     raise ValueError("no kernel")
+    >>> times = in_turn({"ones": lambda: jnp.ones(3), "refuses": refuses}, rounds=2, seconds=0.001)
+    refuses: ValueError: no kernel
+    >>> times["ones"].shape, times["refuses"].tolist()
+    ((2,), [nan, nan])
+    """
+
+    def timed(call: Callable[[], Any], count: int) -> float:
+        begin, last = time.perf_counter(), None
+        for _ in range(count):
+            last = call()
+        jax.block_until_ready(last)  # a device works in order
+        return (time.perf_counter() - begin) / count
+
+    times = {name: np.full(rounds, np.nan) for name in calls}
+    counts: dict[Any, int] = {}
+    for name, call in calls.items():
+        try:
+            timed(call, 1)  # compiles
+            counts[name] = int(np.clip(seconds / timed(call, 1), 1, 30))
+        except Exception as error:  # such as of a compiler
+            print(f"{name}: {_first_line(error)}")
+    for i in range(rounds):
+        for name, count in counts.items():
+            times[name][i] = timed(calls[name], count)
+    return times
+
+
+def spread(values: ArrayLike, form: str = ",.0f") -> str:
+    """Return the median and the quartiles of times as text, or "failed" if one is NaN.
+
+    >>> spread([1, 2, 3, 4, 10]), spread([float("nan")])
+    ('3 (2 to 4)', 'failed')
+    """
+    if np.isnan(values).any():
+        return "failed"
+    low, middle, high = np.quantile(np.asarray(values), (0.25, 0.5, 0.75))
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def compared(one: Callable[[], jax.Array], other: Callable[[], jax.Array]) -> str:
+    """Return "equal" if two functions give the same bits; else how many values differ and by how much, or the error.
+
+    >>> x = jnp.array([1.0, 2.0, -0.0])
+    >>> compared(lambda: x, lambda: x), compared(lambda: x, lambda: x.at[1].set(4.0))
+    ('equal', '1 of 3 differ, by up to 5.0e-01 of the value')
+    >>> compared(lambda: x, lambda: jnp.abs(x))
+    '1 of 3 differ, by up to 0.0e+00 of the value'
+    """
+    try:
+        a, b = jax.block_until_ready((one(), other()))
+    except Exception as error:  # such as of a compiler
+        return _first_line(error)
+    unsigned = f"uint{8 * a.dtype.itemsize}"
+    differ = a.view(unsigned) != b.view(unsigned)
+    if not differ.any():
+        return "equal"
+    a, b = (v.astype(jnp.float32) for v in (a, b))
+    largest = jnp.maximum(jnp.abs(a), jnp.abs(b))
+    relative = jnp.where(largest > 0, jnp.abs(a - b) / largest, 0)
+    return f"{differ.sum():,} of {differ.size:,} differ, by up to {relative.max():.1e} of the value"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown. The first row is its head.
+
+    >>> print(table([["", "time"], ["copy", "170"]]))
+    |      | time |
+    |------|------|
+    | copy | 170  |
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def machine() -> list[list[str]]:
+    """Return the devices, the date and the versions of JAX as rows of a table."""
+    devices = jax.devices()
+    rows = [["devices", f"{len(devices)} x {devices[0].device_kind}"], ["date", f"{datetime.date.today()}"]]
+    for name in ("jax", "jaxlib", "libtpu"):
+        found = list(importlib.metadata.distributions(name=name))
+        rows.append([name, found[0].version if found else "not installed"])
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 # ---- figures ----
