@@ -182,6 +182,7 @@ def _of_matrices(x: jax.Array, m: int, view: str) -> Any:
     """Return the body, the block, the grid and the memory of a kernel whose members are matrices."""
     batch, groups, _, depth, rows, columns = x.shape
     height, width = min(_up(rows, SUBLANES), LANES), min(_up(columns, LANES), 4 * LANES)
+    width = min(width, max(LANES, BLOCK // (m * height) // LANES * LANES))
     count = max(1, min(groups, BLOCK // (m * height * width)))
     grid = (batch, pl.cdiv(groups, count), 1, depth, pl.cdiv(rows, height), pl.cdiv(columns, width))
     memory: list[tuple[int, int]] = []

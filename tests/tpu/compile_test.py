@@ -38,6 +38,13 @@ def test_an_array_is_read_once_and_written_once(text, dtype, axis, generation):
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("text", ["mse(8,16)", "mvue(8,16)", "mvue(2,4)", "soft(7,15)"])
+def test_matrices_fit_into_the_memory_of_a_core(text, generation):
+    m = nm.parse_pruner(text).facts.block
+    assert counted(*pruned(text, jnp.float32, 0, (5 * m, 240, 1040)), mesh_of(generation)).kernels == 1
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
 @pytest.mark.parametrize("shape", [(3, 768, 12, 64), (1, 1), (5, 12, 4), (2, 3, 24, 3, 9), (4100, 130)], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, -2, -1])
 def test_other_shapes_compile(axis, shape, generation):
