@@ -176,15 +176,9 @@ class Pruner(Value):
                 f"{cls.__name__} defines {', '.join(facts)}. Say it in describe: def describe(self): return "
                 f"super().describe()._replace({facts[0]}=...)."
             )
-        owner = lambda name, kinds: next(kind for kind in kinds if name in vars(kind))
-        prunes = owner("kernel_form", cls.__mro__)
-        if "mask" in vars(cls) and prunes not in (cls, Pruner):
-            raise TypeError(
-                f"{cls.__name__} overrides mask, and kernels would go on to prune as {prunes.__name__} does: define "
-                "kernel_form too, as in kernel_form = nm.Pruner.kernel_form, which has no kernel."
-            )
         if "__call__" not in vars(cls):
             return
+        owner = lambda name, kinds: next(kind for kind in kinds if name in vars(kind))
         overridden = owner("__call__", cls.__mro__[1:])
         owners = {name: owner(name, cls.__mro__) for name in _OF_A_CALL}
         inherited = [name for name, one in owners.items() if one not in (cls, Pruner)]
@@ -288,7 +282,10 @@ class Pruner(Value):
 
     @property
     def kernel_form(self) -> KernelForm:
-        """What kernels call in its place. By default nothing, so that no kernel prunes by it."""
+        """What kernels call in its place. By default nothing, so that no kernel prunes by it.
+
+        Kernels ask the class of the pruner itself: a subclass, which may compute otherwise, defines it anew.
+        """
         return KernelForm()
 
     def in_one_pass(self, x: jax.Array, axis: int, ctx: Ctx, mask: bool = False) -> jax.Array | None:

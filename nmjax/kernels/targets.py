@@ -105,6 +105,8 @@ def pruning(backend: str) -> Pruning | Refusal:
     mesh = jax.sharding.get_abstract_mesh()
     abstract = getattr(mesh, "abstract_device", None)
     kinds = {own for own, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
+    if AxisType.Manual in kinds and len(kinds) > 1:
+        return Refusal("only some axes of the mesh are manual: call the layer in jax.shard_map over all axes")
     if AxisType.Auto in kinds or (mesh.empty and jax.device_count() > 1):
         return Refusal(
             "a kernel cannot see how arrays lie on several devices: set a mesh of explicit axes, as "

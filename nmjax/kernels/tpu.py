@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner
+from nmjax.core.pruner import KernelForm, Pruner
 from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 from nmjax.kernels.batches import mapped
@@ -57,8 +57,8 @@ class Pruning(Value):
           axis: The axis of the groups, not negative.
           other: The other axis of a pruner of tiles.
         """
-        form, m = p.kernel_form, p.facts.block
-        if form.members is None and form.tile is None:
+        form, m = _form(p), p.facts.block
+        if form is None:
             parts = [part for part in p.parts if part != identity]
             if not parts or p.facts.reorders:
                 return Refusal(f"{p} has no kernel")
@@ -78,14 +78,18 @@ class Pruning(Value):
         """Return ``p(x, axis, ctx)`` or ``p.mask(x, axis, ctx)``, computed by a kernel; None if no kernel serves."""
         axis = groups.position(x.ndim, axis)
         other = ctx.axes_of(x.ndim, axis).other if p.facts.tiles else None
-        form = p.kernel_form
-        if form.members is None and form.tile is None:
+        form, spec = _form(p), _explicit(x)
+        if form is None or self.refusal(p, x.shape, x.dtype, axis, other) is not None:
             return None
-        if x.shape[axis] % p.facts.block or (other is not None and x.shape[other] % p.facts.block):
-            return None  # the definition says what is wrong
-        if self.refusal(p, x.shape, x.dtype, axis, other) is not None or (p.facts.stochastic and ctx.key is None):
+        sides = x.shape if spec is None else jax.typeof(x).sharding.shard_shape(x.shape)
+        draws = x.size if form.each else x.size // p.facts.block
+        # What the definition refuses, it refuses with its own words.
+        if not x.size or any(sides[a] % p.facts.block for a in (axis, other) if a is not None):
             return None
-        spec = _explicit(x)
+        if p.facts.stochastic and (ctx.key is None or draws > 2**32):
+            return None
+        if p.facts.has_state and jnp.shape(ctx.state):
+            return None
         if spec is not None and x.ndim - axis > 4 and any(spec[axis + 1 : -2]):
             return None  # the axes between are one in the kernel
         if mask:
@@ -158,6 +162,12 @@ def _product(dtype: str, interpret: bool) -> Callable[..., jax.Array]:
     return mapped(call)
 
 
+def _form(p: Pruner) -> KernelForm | None:
+    """Return the kernel form that a pruner's own class defines, or None. A subclass may compute otherwise."""
+    form = p.kernel_form if "kernel_form" in vars(type(p)) else KernelForm()
+    return None if form.members is None and form.tile is None else form
+
+
 def _explicit(x: jax.Array) -> PartitionSpec | None:
     """Return how an array lies on a mesh of explicit axes; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -190,7 +200,7 @@ def _pruned(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx, mask:
     words = jnp.zeros(2, jnp.uint32)
     if p.facts.stochastic:
         words = jnp.concatenate([jnp.stack(random.scrambled(random.words(key))) for key in form.keys(ctx.key)])
-    scalar = ctx.state if form.scalar is None else form.scalar(ctx, x.dtype)
+    scalar = (ctx.state if p.facts.has_state else None) if form.scalar is None else form.scalar(ctx, x.dtype)
     scalar = jnp.asarray(1.0 if scalar is None else scalar, jnp.float32).reshape(1)
     call = partial(_local, device, p, axis, x.shape, mask)
     spec = _explicit(x)
@@ -207,9 +217,8 @@ def _pruned(device: Pruning, p: Pruner, axis: int, x: jax.Array, ctx: Ctx, mask:
 
 @_differentiable.defjvp
 def _(device: Pruning, p: Pruner, axis: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, ctx = primals
-    by_xla = lambda x: p(x, axis, replace(ctx, kernels=None))
-    return _differentiable(device, p, axis, x, ctx), jax.jvp(by_xla, (x,), tangents[:1])[1]
+    by_xla = lambda x, ctx: p(x, axis, replace(ctx, kernels=None))
+    return _differentiable(device, p, axis, *primals), jax.jvp(by_xla, primals, tangents)[1]
 
 
 def _local(

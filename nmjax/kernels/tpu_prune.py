@@ -17,6 +17,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -60,7 +61,7 @@ def prune(
 
     def nm_prune(words: Ref, scalar: Ref, numbers: Ref, origin: Ref, x: Ref, y: Ref, *memory: Ref) -> None:
         array = pl.program_id(0)
-        key = lax.div(array, share)
+        key = _div(array, share)
 
         def pruned(members: list[jax.Array], at: list[Any]) -> list[jax.Array]:
             """Prune members whose groups lie at these positions, one for each axis."""
@@ -138,7 +139,7 @@ def _rows(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any], *
     member = lambda ref, j: ref.at[pl.ds(j, ref.shape[0] // m, stride=m), :]
 
     def step(number: Any, _: Any) -> Any:
-        i, j = lax.rem(number, steps) * unit, lax.div(number, steps) * LANES
+        i, j = _rem(number, steps) * unit, _div(number, steps) * LANES
         own = pl.ds(pl.multiple_of(i, unit), unit), pl.ds(pl.multiple_of(j, LANES), LANES)
         own = own[::-1] if view == "columns" else own
         slab[...] = flip(x[own].astype(jnp.float32))
@@ -147,14 +148,14 @@ def _rows(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any], *
         else:
             groups, ones = (lax.broadcasted_iota(jnp.int32, (unit // m, LANES), d) for d in (0, 1))
             start, other = (first[1] + i, first[0] + j) if view == "columns" else (first[0] + i, first[1] + j)
-            at = [lax.div(start, m) + groups, other + ones]
+            at = [_div(start, m) + groups, other + ones]
             kept = pruned([member(slab, n)[...] for n in range(m)], at[::-1] if view == "columns" else at)
             for n, v in enumerate(kept):
                 member(slab, n)[...] = v
         y[own] = flip(slab[...]).astype(y.dtype)
-        return 0
+        return np.int32(0)
 
-    lax.fori_loop(0, steps * (across // LANES), step, 0)
+    lax.fori_loop(np.int32(0), np.int32(steps * (across // LANES)), step, np.int32(0))
 
 
 def _tile_pruner(pruner: Pruner, mask: bool) -> Callable[..., Any]:
@@ -195,15 +196,28 @@ def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any
     group, depth, row, column = (pl.program_id(d) * size for d, size in ((1, count), (3, 1), (4, height), (5, width)))
 
     def step(number: Any, _: Any) -> Any:
-        g, r = lax.div(number, steps), lax.rem(number, steps) * SUBLANES
+        g, r = _div(number, steps), _rem(number, steps) * SUBLANES
         own = pl.ds(pl.multiple_of(r, SUBLANES), SUBLANES)
         rows, columns = (lax.broadcasted_iota(jnp.int32, (SUBLANES, width), d) for d in (0, 1))
         members = [x[g, j, own, :].astype(jnp.float32) for j in range(m)]
         for j, v in enumerate(pruned(members, [group + g, depth, row + r + rows, column + columns])):
             y[g, j, own, :] = v.astype(y.dtype)
-        return 0
+        return np.int32(0)
 
-    lax.fori_loop(0, count * steps, step, 0)
+    lax.fori_loop(np.int32(0), np.int32(count * steps), step, np.int32(0))
+
+
+def _div(number: Any, by: int) -> Any:
+    """Return the quotient, in int32 also where JAX counts loops in 64 bits. Mosaic lowers no ``//`` of such numbers."""
+    return lax.div(_int32(number), np.int32(by))
+
+
+def _rem(number: Any, by: int) -> Any:
+    return lax.rem(_int32(number), np.int32(by))
+
+
+def _int32(number: Any) -> Any:
+    return lax.convert_element_type(number, jnp.int32)
 
 
 def _up(size: int, to: int) -> int:
@@ -240,9 +254,9 @@ def take(
             slab[i] = block[rows : rows + unit, columns : columns + LANES]
 
         def step(number: Any, _: Any) -> Any:
-            i, j = lax.rem(number, steps), lax.div(number, steps) * LANES
+            i, j = _rem(number, steps), _div(number, steps) * LANES
             groups = pl.ds(pl.multiple_of(i * count, 8), count)
-            members = [slab[number, pl.ds(place, count, stride=m), :] for place in range(m)]
+            members = [slab[_int32(number), pl.ds(place, count, stride=m), :] for place in range(m)]
             for one in range(n):
                 place, scale = (ref[groups, one : one + 1] for ref in (places, scales))
                 row = members[0]
@@ -251,9 +265,9 @@ def take(
                 kept[pl.ds(one, count, stride=n), :] = jnp.where(scale == 0, 0.0, row * scale)
             own = pl.ds(pl.multiple_of(i * count * n, 8), count * n), pl.ds(pl.multiple_of(j, LANES), LANES)
             y[own] = kept[...].astype(y.dtype)
-            return 0
+            return np.int32(0)
 
-        lax.fori_loop(0, slab.shape[0], step, 0)
+        lax.fori_loop(np.int32(0), np.int32(slab.shape[0]), step, np.int32(0))
 
     chosen = pl.BlockSpec((None, height // m, n), lambda b, i, j: (b, i, 0))
     kept = n * rows // m

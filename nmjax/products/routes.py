@@ -209,6 +209,8 @@ def _on_tpu(product: str, route: Route, case: Case) -> Route:
     arrays = {"x": case.lhs, "w": case.rhs, "g": result_shape(case.op, case.lhs, case.rhs)}
     by_xla: list[str] = []
     for operand, name in OPERANDS[product].items():
+        if case.sparsity.slots[name].empty:  # a backward product then reads what the forward one pruned
+            name = {"dx_w": "y_w", "dw_x": "y_x"}.get(name, name)
         p, v, of = case.sparsity.slots[name].pruner, arrays[operand], axes[name]
         if p != identity and of.contract:
             other = of.other[-1] if p.facts.tiles and of.other else None
@@ -216,7 +218,7 @@ def _on_tpu(product: str, route: Route, case: Case) -> Route:
             if isinstance(refusal, Pruning):
                 refusal = refusal.refusal(p, v.shape, v.dtype, of.contract[-1], other)
             by_xla += [] if refusal is None else [f"XLA prunes {name}: {refusal}"]
-    how = "; ".join(by_xla) or "kernels prune in one pass"
+    how = "; ".join(by_xla) or "operands are pruned in one pass"
     why = route.why if chooses_rows(case.sparsity, product) else case.device
     return route._replace(why=f"{why}; {how}")
 

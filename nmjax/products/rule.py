@@ -136,7 +136,7 @@ def prepare(
         raise TypeError(f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {wrong}.")
     if ctx.key is not None:
         ctx = ctx.replace(key=random.words(ctx.key))
-    if ctx.kernels is None:
+    if ctx.kernels is None or backend == "xla":
         ctx = ctx.replace(kernels=pruning_kernels(backend))
     if sparsity.else_dense:
         sparsity, _ = fitting(op, lhs, rhs, sparsity)

@@ -211,7 +211,7 @@ def test_kernels_need_explicit_axes_or_one_device():
         mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=kinds, abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             served = isinstance(pruning("auto"), Pruning)
-        assert served == (AxisType.Auto not in kinds), kinds
+        assert served == (set(kinds) in ({AxisType.Explicit}, {AxisType.Manual})), kinds
 
 
 # ---- chosen rows ----
@@ -264,7 +264,7 @@ def test_the_plan_of_a_model_on_sixteen_tpus_says_what_runs(name):
     make, x = LARGE.get(name, (llama, jax.ShapeDtypeStruct((16, 1024), jnp.int32)))
     device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
     for kind, said in (
-        (AxisType.Explicit, "kernels prune in one pass"),
+        (AxisType.Explicit, "operands are pruned in one pass"),
         (AxisType.Auto, "set a mesh of explicit axes"),
     ):
         mesh = jax.sharding.AbstractMesh((16,), ("fsdp",), axis_types=(kind,), abstract_device=device)
@@ -274,3 +274,72 @@ def test_the_plan_of_a_model_on_sixteen_tpus_says_what_runs(name):
         assert len(routes) >= 100
         assert all(route.why.startswith("TPU v5 lite has no sparse tensor cores; ") for route in routes)
         assert all(said in route.why for route in routes)
+
+
+# ---- what kernels leave to the definition ----
+
+
+class First:
+    """A mask of its own, for a class that comes before another pruner."""
+
+    def mask(self, x, axis=-1, ctx=None):
+        return jnp.broadcast_to(jnp.arange(x.shape[-1]) % 4 < 2, x.shape)
+
+
+OWN = [
+    type("masked", (nm.mse,), {"mask": First.mask}), type("mixed", (First, nm.mse), {}),
+    type("drawn", (nm.mvue,), {"draw": lambda self, x, axis, ctx: jnp.zeros((*x.shape[:-1], x.shape[-1] // 4))}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_a_subclass_computes_what_it_says(kind):
+    p, x = kind(2, 4), normal(13, 8, 16)
+    np.testing.assert_array_equal(p(x, -1, nm.Ctx(KEY, kernels=TPU)), p(x, -1, nm.Ctx(KEY)))
+    assert str(TPU.refusal(p, (8, 16), jnp.float32, 1)) == f"{p} has no kernel"
+
+
+def test_scales_and_steps_have_the_derivative_of_the_definition():
+    x = normal(14, 8, 16)
+    soft = lambda device: lambda s: nm.soft(2, 4)(x, -1, nm.Ctx(state=s, kernels=device)).sum()
+    np.testing.assert_allclose(jax.grad(soft(TPU))(1.5), jax.grad(soft(None))(1.5), rtol=1e-5)
+    fading = nm.parse_pruner("decay(mse(2,4),linear(1,0,100),'autodiff')")
+    faded = lambda device: lambda step: fading(x, -1, nm.Ctx(step=step, kernels=device)).sum()
+    np.testing.assert_allclose(jax.grad(faded(TPU))(30.0), jax.grad(faded(None))(30.0), rtol=1e-5)
+
+
+def test_a_group_that_a_mesh_cuts_is_left_to_the_definition():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.reshard(normal(15, 24, 8), P("a", None))
+        assert TPU.prune(nm.mse(2, 4), x, 0, nm.Ctx(KEY)) is None
+        assert TPU.prune(nm.mse(2, 2), x, 0, nm.Ctx(KEY)) is not None
+
+
+def test_arrays_that_kernels_do_not_take():
+    for shape in ((0, 8), (2, 0, 8)):
+        assert nm.mse(2, 4)(jnp.ones(shape), -1, nm.Ctx(kernels=TPU)).shape == shape
+    assert TPU.prune(nm.mse(2, 4), jnp.ones((4, 8)), -1, nm.Ctx(state={"a": 1})) is not None
+    large = jax.ShapeDtypeStruct((2**19, 2**16), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"more than the 2\*\*32 draws"):
+        jax.eval_shape(lambda x: nm.uniform(2, 4)(x, -1, nm.Ctx(KEY, kernels=TPU)), large)
+
+
+def test_numbers_of_64_bits():
+    x = normal(16, 40, 24)
+    with jax.enable_x64(True):
+        for text in ("mse(2,4)", "mvue(2,4)", "transposable(2,4)"):
+            p = nm.parse_pruner(text)
+            for axis in (0, 1):
+                np.testing.assert_array_equal(p(x, axis, nm.Ctx(KEY, kernels=TPU)), p(x, axis, nm.Ctx(KEY)))
+        p, x = nm.mvue(2, 4), normal(17, 16, 3, 8)
+        np.testing.assert_array_equal(p(x, 0, nm.Ctx(KEY, kernels=TPU)), p(x, 0, nm.Ctx(KEY)))
+
+
+def test_a_plan_says_what_dx_multiplies():
+    layer = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+    with nm.kernels.on("TPU v5 lite"):
+        plan = nm.nnx.plan(layer, nm.Recipe({".*": "y_w=ste(transposable(1,4))"}), jnp.ones((8, 16)))
+    said = {product: route.why for product, route in plan.layers[0].runs}
+    assert "XLA prunes y_w: transposable(1,4) has no kernel" in said["y"]
+    assert said["dx"] == said["y"]

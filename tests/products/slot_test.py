@@ -178,14 +178,6 @@ def test_a_class_that_computes_otherwise_says_what_it_promises():
     assert new(nm.Grouped)(2, 4).facts.pattern == (2, 4)  # it overrides no call, so what Grouped says of it holds
 
 
-def test_a_class_with_a_mask_of_its_own_inherits_no_kernel():
-    first = lambda p, x, axis=-1, ctx=None: jnp.arange(x.shape[axis]) % 4 < 2
-    with pytest.raises(TypeError, match="first_two overrides mask, and kernels would go on to prune as mse does"):
-        type("first_two", (type(mse),), {"mask": first})
-    own = type("first_two", (type(mse),), {"mask": first, "kernel_form": nm.Pruner.kernel_form})
-    assert own(2, 4)(jnp.arange(4.0)).tolist() == [0, 1, 0, 0]
-
-
 def test_a_class_that_says_nothing_promises_nothing():
     assert mse.kernel_form.members is not None
     assert first(2, 4).facts.pattern == (2, 4)  # as Grouped says
