@@ -6,7 +6,7 @@
 #   make test-all   all tests, also those that interpret kernels, start processes or take long, with some of their cases: about half an hour on two
 #   make test-every   all cases of all tests, and all notebooks. A workflow does this once a week
 #   make test-docs  the tests of the site, which need Sphinx
-#   make test-tpu   compiles for TPUs without a TPU, and compares bytes and memory with their limits. Downloads libtpu, 170 MB
+#   make test-tpu   compiles for TPUs without a TPU, and compares bytes and memory with their limits. Downloads libtpu, 210 MB
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make gallery    runs most config files that need no download, and makes one index of their reports (half an hour on two)

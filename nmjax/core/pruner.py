@@ -132,7 +132,7 @@ class KernelForm(NamedTuple):
 
 
 # What else a class says of its __call__.
-_OF_A_CALL = ("reads_step", "describe", "kept", "phases", "at", "normal_form", "kernel_form")
+_OF_A_CALL = ("reads_step", "describe", "kept", "phases", "at", "normal_form")
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,6 +176,8 @@ class Pruner(Value):
                 f"{cls.__name__} defines {', '.join(facts)}. Say it in describe: def describe(self): return "
                 f"super().describe()._replace({facts[0]}=...)."
             )
+        if "kernel_form" not in vars(cls):  # it is not inherited: the class may compute otherwise
+            cls.kernel_form = Pruner.kernel_form
         if "__call__" not in vars(cls):
             return
         owner = lambda name, kinds: next(kind for kind in kinds if name in vars(kind))
@@ -284,7 +286,7 @@ class Pruner(Value):
     def kernel_form(self) -> KernelForm:
         """What kernels call in its place. By default nothing, so that no kernel prunes by it.
 
-        Kernels ask the class of the pruner itself: a subclass, which may compute otherwise, defines it anew.
+        It is not inherited: a subclass, which may compute otherwise, defines it anew.
         """
         return KernelForm()
 

@@ -131,6 +131,6 @@ def fuses(pruner: Pruner) -> bool:
     if pruner == identity:
         return True
     pattern = pruner.facts.pattern
-    form, own = pruner.kernel_form, "kernel_form" in vars(type(pruner))  # a subclass may compute otherwise
-    by_members = own and form.members is not None and not form.each and form.scalar is None
+    form = pruner.kernel_form
+    by_members = form.members is not None and not form.each and form.scalar is None
     return by_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.typing import ArrayLike
 
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import KernelForm, Pruner
+from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 from nmjax.kernels.batches import mapped
@@ -57,8 +58,8 @@ class Pruning(Value):
           axis: The axis of the groups, not negative.
           other: The other axis of a pruner of tiles.
         """
-        form, m = _form(p), p.facts.block
-        if form is None:
+        form, m = p.kernel_form, p.facts.block
+        if form.members is None and form.tile is None:
             parts = [part for part in p.parts if part != identity]
             if not parts or p.facts.reorders:
                 return Refusal(f"{p} has no kernel")
@@ -78,8 +79,10 @@ class Pruning(Value):
         """Return ``p(x, axis, ctx)`` or ``p.mask(x, axis, ctx)``, computed by a kernel; None if no kernel serves."""
         axis = groups.position(x.ndim, axis)
         other = ctx.axes_of(x.ndim, axis).other if p.facts.tiles else None
-        form, spec = _form(p), _explicit(x)
-        if form is None or self.refusal(p, x.shape, x.dtype, axis, other) is not None:
+        form, spec = p.kernel_form, _explicit(x)
+        if form.members is None and form.tile is None:
+            return None  # a part of it may have a kernel
+        if self.refusal(p, x.shape, x.dtype, axis, other) is not None:
             return None
         sides = x.shape if spec is None else jax.typeof(x).sharding.shard_shape(x.shape)
         draws = x.size if form.each else x.size // p.facts.block
@@ -108,10 +111,11 @@ class Pruning(Value):
         Returns:
           The kept rows; None if the kernel does not serve such an array.
         """
-        if m > MOST or x.ndim < 2 or x.dtype.name not in ("float32", "bfloat16"):
+        spec = _explicit(x)
+        rows = x.shape[-2] if spec is None else jax.typeof(x).sharding.shard_shape(x.shape)[-2]
+        if m > MOST or rows % m or x.dtype.name not in ("float32", "bfloat16"):
             return None
         scales = jnp.ones(places.shape, jnp.float32) if scales is None else scales.astype(jnp.float32)
-        spec = _explicit(x)
         if spec is None:
             return _take(self, x, places, scales, m)
         chosen = PartitionSpec(*spec[:-1], None)
@@ -147,25 +151,15 @@ class Pruning(Value):
         scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
         x = jnp.swapaxes(b, -1, -2) if shape.n_major else b
         flat = (v.reshape(math.prod(batch), *v.shape[-2:]) for v in (packed.values, packed.indices, x))
-        y = _product(shape.out, self.interpret)(*flat, scales)
+        y = _kernel("tpu_spmm", "spmm", dtype=shape.out, interpret=self.interpret)(*flat, scales)
         y = y.reshape(*batch, *y.shape[1:])
         return y if shape.transpose else jnp.swapaxes(y, -1, -2)
 
 
 @lru_cache
-def _product(dtype: str, interpret: bool) -> Callable[..., jax.Array]:
-    def call(values: jax.Array, words: jax.Array, x: jax.Array, scales: jax.Array) -> jax.Array:
-        from nmjax.kernels import tpu_spmm
-
-        return tpu_spmm.spmm(values, words, x, scales, dtype=dtype, interpret=interpret)
-
-    return mapped(call)
-
-
-def _form(p: Pruner) -> KernelForm | None:
-    """Return the kernel form that a pruner's own class defines, or None. A subclass may compute otherwise."""
-    form = p.kernel_form if "kernel_form" in vars(type(p)) else KernelForm()
-    return None if form.members is None and form.tile is None else form
+def _kernel(file: str, name: str, **options: Any) -> Callable[..., jax.Array]:
+    """Return a kernel as a function of arrays with a batch in front. Its file, which needs Pallas, is imported late."""
+    return mapped(lambda *arrays: getattr(import_module(f"nmjax.kernels.{file}"), name)(*arrays, **options))
 
 
 def _explicit(x: jax.Array) -> PartitionSpec | None:
@@ -175,18 +169,9 @@ def _explicit(x: jax.Array) -> PartitionSpec | None:
 
 
 def _take(device: Pruning, x: jax.Array, places: jax.Array, scales: jax.Array, m: int) -> jax.Array:
-    y = _taking(m, device.interpret)(*(v.reshape(-1, *v.shape[-2:]) for v in (x, places, scales)))
+    call = _kernel("tpu_prune", "take", m=m, interpret=device.interpret)
+    y = call(*(v.reshape(-1, *v.shape[-2:]) for v in (x, places, scales)))
     return y.reshape(*x.shape[:-2], *y.shape[-2:])
-
-
-@lru_cache
-def _taking(m: int, interpret: bool) -> Callable[..., jax.Array]:
-    def call(x: jax.Array, places: jax.Array, scales: jax.Array) -> jax.Array:
-        from nmjax.kernels import tpu_prune
-
-        return tpu_prune.take(x, places, scales, m=m, interpret=interpret)
-
-    return mapped(call)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -240,7 +225,8 @@ def _local(
         origin = [origin[0], *([0] if len(full) > len(origin) else [origin[1]]), *origin[-2:]]
     by = [p.facts.block if d == (1 if view == "columns" else 0) else 1 for d in range(len(origin))]
     origin = jnp.stack([jnp.asarray(v, jnp.int32) // size for v, size in zip(origin, by, strict=True)])
-    call = _kernel(p, view, full, mask, device.interpret)
+    options = {"pruner": p, "view": view, "whole": full, "mask": mask, "interpret": device.interpret}
+    call = _kernel("tpu_prune", "prune", **options)
     flat = x.reshape(-1, *shape)
     y = call(flat, words, scalar, lax.bitcast_convert_type(numbers.reshape(-1), jnp.int32), origin[None])
     return y.reshape(x.shape)
@@ -255,14 +241,3 @@ def _view(p: Pruner, axis: int, ndim: int) -> str:
 def _core(view: str, sides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of one array of the batch as the kernel sees it."""
     return (sides[0], math.prod(sides[1:-2]), *sides[-2:]) if view == "matrices" else sides
-
-
-@lru_cache
-def _kernel(p: Pruner, view: str, whole: tuple[int, ...], mask: bool, interpret: bool) -> Callable[..., jax.Array]:
-    def call(x: jax.Array, words: jax.Array, scalar: jax.Array, numbers: jax.Array, origin: jax.Array) -> jax.Array:
-        from nmjax.kernels import tpu_prune
-
-        options = {"pruner": p, "view": view, "whole": whole, "mask": mask, "interpret": interpret}
-        return tpu_prune.prune(x, words, scalar, numbers, origin[0], **options)
-
-    return mapped(call)

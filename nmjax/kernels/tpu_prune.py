@@ -33,7 +33,7 @@ BLOCK = 2**18  # values, of which in and out have two each at a time
 
 def prune(
     x: Float[Array, "batch ..."], words: UInt32[Array, "s n"], scalar: Float[Array, " s"],
-    numbers: Int[Array, " batch"], origin: Int[Array, " d"], *, pruner: Pruner, view: str, whole: tuple[int, ...],
+    numbers: Int[Array, " batch"], origin: Int[Array, "1 d"], *, pruner: Pruner, view: str, whole: tuple[int, ...],
     mask: bool = False, interpret: bool = False,
 ) -> Float[Array, "batch ..."]:  # fmt: skip
     """Prune a batch of arrays.
@@ -61,11 +61,11 @@ def prune(
 
     def nm_prune(words: Ref, scalar: Ref, numbers: Ref, origin: Ref, x: Ref, y: Ref, *memory: Ref) -> None:
         array = pl.program_id(0)
-        key = _div(array, share)
+        key = quotient(array, share)
 
         def pruned(members: list[jax.Array], at: list[Any]) -> list[jax.Array]:
             """Prune members whose groups lie at these positions, one for each axis."""
-            at = [start + place for start, place in zip((origin[d] for d in range(len(whole))), at, strict=True)]
+            at = [start + place for start, place in zip((origin[0, d] for d in range(len(whole))), at, strict=True)]
             form, u = pruner.kernel_form, None
             draw = lambda at, sizes: _uniforms(words, key, numbers[array], at, sizes)
             axis = {"columns": 1, "rows": 0}.get(view, 0)
@@ -139,7 +139,7 @@ def _rows(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any], *
     member = lambda ref, j: ref.at[pl.ds(j, ref.shape[0] // m, stride=m), :]
 
     def step(number: Any, _: Any) -> Any:
-        i, j = _rem(number, steps) * unit, _div(number, steps) * LANES
+        i, j = remainder(number, steps) * unit, quotient(number, steps) * LANES
         own = pl.ds(pl.multiple_of(i, unit), unit), pl.ds(pl.multiple_of(j, LANES), LANES)
         own = own[::-1] if view == "columns" else own
         slab[...] = flip(x[own].astype(jnp.float32))
@@ -148,7 +148,7 @@ def _rows(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any], *
         else:
             groups, ones = (lax.broadcasted_iota(jnp.int32, (unit // m, LANES), d) for d in (0, 1))
             start, other = (first[1] + i, first[0] + j) if view == "columns" else (first[0] + i, first[1] + j)
-            at = [_div(start, m) + groups, other + ones]
+            at = [quotient(start, m) + groups, other + ones]
             kept = pruned([member(slab, n)[...] for n in range(m)], at[::-1] if view == "columns" else at)
             for n, v in enumerate(kept):
                 member(slab, n)[...] = v
@@ -186,8 +186,7 @@ def _of_matrices(x: jax.Array, m: int, view: str) -> Any:
     width = min(width, max(LANES, BLOCK // (m * height) // LANES * LANES))
     count = max(1, min(groups, BLOCK // (m * height * width)))
     grid = (batch, pl.cdiv(groups, count), 1, depth, pl.cdiv(rows, height), pl.cdiv(columns, width))
-    memory: list[tuple[int, int]] = []
-    return _matrices, (None, count, m, None, height, width), grid, memory
+    return _matrices, (None, count, m, None, height, width), grid, ()
 
 
 def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any]) -> None:
@@ -196,7 +195,7 @@ def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any
     group, depth, row, column = (pl.program_id(d) * size for d, size in ((1, count), (3, 1), (4, height), (5, width)))
 
     def step(number: Any, _: Any) -> Any:
-        g, r = _div(number, steps), _rem(number, steps) * SUBLANES
+        g, r = quotient(number, steps), remainder(number, steps) * SUBLANES
         own = pl.ds(pl.multiple_of(r, SUBLANES), SUBLANES)
         rows, columns = (lax.broadcasted_iota(jnp.int32, (SUBLANES, width), d) for d in (0, 1))
         members = [x[g, j, own, :].astype(jnp.float32) for j in range(m)]
@@ -207,12 +206,13 @@ def _matrices(x: Ref, y: Ref, memory: tuple[Ref, ...], pruned: Callable[..., Any
     lax.fori_loop(np.int32(0), np.int32(count * steps), step, np.int32(0))
 
 
-def _div(number: Any, by: int) -> Any:
+def quotient(number: Any, by: int) -> Any:
     """Return the quotient, in int32 also where JAX counts loops in 64 bits. Mosaic lowers no ``//`` of such numbers."""
     return lax.div(_int32(number), np.int32(by))
 
 
-def _rem(number: Any, by: int) -> Any:
+def remainder(number: Any, by: int) -> Any:
+    """Return the remainder, likewise."""
     return lax.rem(_int32(number), np.int32(by))
 
 
@@ -254,7 +254,7 @@ def take(
             slab[i] = block[rows : rows + unit, columns : columns + LANES]
 
         def step(number: Any, _: Any) -> Any:
-            i, j = _rem(number, steps), _div(number, steps) * LANES
+            i, j = remainder(number, steps), quotient(number, steps) * LANES
             groups = pl.ds(pl.multiple_of(i * count, 8), count)
             members = [slab[_int32(number), pl.ds(place, count, stride=m), :] for place in range(m)]
             for one in range(n):

@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, UInt32
 
 from nmjax.kernels.batches import result
 from nmjax.kernels.format import NO_GROUP
+from nmjax.kernels.tpu_prune import LANES, quotient, remainder
 
 Ref = Any  # a reference to a block of an array, inside a kernel
 
 CHUNK = 256  # values along k that a register of words unpacks: 8 sublanes x 8 nibbles x 4
 BLOCK = 2**21  # bytes of a block of weights once they are unpacked
 DEEP, WIDE = 1024, 256  # rows and columns that are unpacked and multiplied at once
-LANES = 128
 
 
 def spmm(
@@ -64,8 +64,8 @@ def spmm(
             sums[...] = jnp.zeros_like(sums)
 
         def part(number: Any, _: Any) -> Any:
-            down = lax.rem(number, depth // deep)
-            left = lax.div(number, depth // deep) * WIDE
+            down = remainder(number, depth // deep)
+            left = quotient(number, depth // deep) * WIDE
             rows = lambda by: pl.ds(pl.multiple_of(down * (deep // by), deep // by), deep // by)
             for lane, slab in enumerate(slabs):
                 own = pl.ds(pl.multiple_of(left + lane * LANES, LANES), LANES)
@@ -90,9 +90,9 @@ def spmm(
             w = jnp.concatenate([slab[...] if size == 4 else pltpu.bitcast(slab[...], x.dtype) for slab in slabs], 1)
             own = pl.ds(pl.multiple_of(left, WIDE), WIDE)
             sums[:, own] += jnp.dot(x[:, rows(1)], w, preferred_element_type=jnp.float32)
-            return 0
+            return np.int32(0)
 
-        lax.fori_loop(0, width // WIDE * (depth // deep), part, 0)
+        lax.fori_loop(np.int32(0), np.int32(width // WIDE * (depth // deep)), part, np.int32(0))
 
         @pl.when(step == steps - 1)
         def _() -> None:
@@ -126,7 +126,7 @@ def spmm(
 def _pairs(kept: jax.Array, word: jax.Array, i: int) -> list[jax.Array]:
     """Return members 0 and 1, and 2 and 3, of eight groups of 16-bit values, two in a lane."""
     first, second = _field(word, 4 * i, 16), _field(word, 4 * i + 2, 16)
-    low, high = kept & 0xFFFF, lax.shift_right_logical(kept, 16)
+    low, high = kept & 0xFFFF, lax.shift_right_logical(kept, np.int32(16))
     before, after = second >= 32, first >= 32  # the values are members 0 and 1; 2 and 3; both if there is no group
     return [
         jnp.where(after, 0, jnp.where(before, kept, lax.shift_left(low, first))),
@@ -148,4 +148,4 @@ def _singles(v0: jax.Array, v1: jax.Array, word: jax.Array, i: int) -> list[jax.
 def _field(word: jax.Array, bit: int, by: int) -> jax.Array:
     """Return the two bits of a word from this one on, times a power of two."""
     left = by.bit_length() - 1 - bit
-    return (word << left if left >= 0 else lax.shift_right_logical(word, -left)) & (3 * by)
+    return (word << left if left >= 0 else lax.shift_right_logical(word, np.int32(-left))) & (3 * by)

@@ -93,3 +93,10 @@ def test_what_no_kernel_multiplies_is_told():
             times(*arguments, **{"backend": "interpret"} | options)
     with pytest.raises(TypeError, match="spmm has no derivative"):
         jax.grad(lambda x: times(packed, x, backend="interpret").sum())(x)
+
+
+def test_numbers_of_64_bits():
+    (packed, _), x = packed_weight(520, 136, dtype=jnp.bfloat16), normal(15, 8, 520).astype(jnp.bfloat16)
+    expected = times(packed, x, backend="interpret")
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(times(packed, x, backend="interpret"), expected)
