@@ -5,18 +5,19 @@ scales. `config.mesh.tensor` devices share the products of a transformer's block
 *value* by out-features, *down* and *out* by in-features. The other devices each take a part of the batch, and so do
 those of `fsdp`. No n:m group of a weight lies on two devices.
 
-The axes are automatic: the compiler inserts the collectives.
+The axes are automatic: the compiler inserts the collectives. On TPUs the loss is computed on explicit ones, where the
+type of an array says how it lies, and kernels prune each device's part.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.errors import Mistake
 from nmjax.nnx.layer import Layer
@@ -65,6 +66,37 @@ def batch(mesh: Mesh) -> NamedSharding:
 def whole(mesh: Mesh) -> NamedSharding:
     """Return the sharding of an array that lies whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def shows(mesh: Mesh) -> bool:
+    """Return whether the loss is computed on explicit axes. Kernels of GPUs ask the compiler how arrays lie instead.
+
+    Products of two operands that `tensor` cuts along the contraction have no type without a word of the model.
+    """
+    return mesh.devices.flat[0].platform == "tpu" and mesh.size > 1 and mesh.shape["tensor"] == 1
+
+
+def explicit(mesh: Mesh) -> AbstractMesh:
+    """Return the mesh with explicit axes."""
+    return mesh.abstract_mesh.update(axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def typed(loss: Callable[..., Any], mesh: Mesh, params: Any, rest: Any) -> Callable[..., Any]:
+    """Return ``loss(params, rest, batch)`` computed on explicit axes, for arguments on automatic ones.
+
+    Args:
+      loss: The function.
+      mesh: The devices.
+      params, rest: The shardings of its arguments. A batch is cut by `batch`.
+    """
+
+    def within(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*arguments)
+
+    specs = jax.tree.map(lambda place: place.spec, (params, rest))
+    function = jax.sharding.explicit_axes(loss, axes=AXES, in_sharding=(*specs, batch(mesh).spec))
+    return within
 
 
 def rows(mesh: Mesh, size: int) -> np.ndarray:
@@ -179,7 +211,7 @@ def _legal(layer: Layer, axis: int, count: int) -> bool:
         return True
     own = [a for a in range(layer.kernel.ndim) if a not in layer.stack]
     spec = PartitionSpec(*("cut" if a == axis else None for a in own))
-    cut_mesh = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
+    cut_mesh = AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
     rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut_mesh, spec))
     refusals = slot_refusals(product.op, product.lhs, rhs, layer.sparsity)
     return not any(slot in WEIGHT for slot, _ in refusals)

@@ -17,6 +17,8 @@ def rows(program: Program) -> list[tuple[str, str]]:
     config, task, plan = program.config, program.task, program.plan
     dense, effective = program.step_flops()
     found = [("devices", _devices(program))]
+    if program.untyped:
+        found.append(("pruning", f"by XLA: {program.untyped}"))
     found.append(("computing", f"{config.dtype}, parameters float32; {_by_phase(program)}"))
     if program.count > 1:
         found.append(("side by side", f"{program.count} runs; the figures of their steps on screen are the mean"))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 import nmjax as nm
@@ -46,6 +47,8 @@ class Program:
       measures: Number of steps from one measurement of sparsity to the next; 0 means never.
       rate: The learning rate as a function of the step.
       mesh, plan: The devices, arranged; and the plan of the model.
+      explicit: True if the loss is computed on explicit axes of the mesh.
+      untyped: The reason why it is not, where kernels need it; or "".
       flops: Average FLOPs of a micro-step, dense and effective.
       phases: The steps at which the training step becomes another program (`in_phase`).
       shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
@@ -119,8 +122,23 @@ class Program:
             _, params, rest = nnx.split(self.model, nnx.Param, ...)
             self.graph = nnx.split(self.model)[0]
             forms = jax.eval_shape(self._packed, nnx.as_pure(params), nnx.as_pure(rest), 0)
-            with nm.nnx.packed(self.model, forms):
-                self.plan = nm.nnx.plan(self.model, *self.task.example(self.micro_batch))
+            self._set_plan(forms)
+
+    def _set_plan(self, forms: dict) -> None:
+        """Plan the model, on explicit axes of the mesh where kernels need them and the model has a rule for them."""
+        given, self.explicit, self.untyped = self.task.example(self.micro_batch), False, ""
+        if shards.shows(self.mesh):
+            place = NamedSharding(shards.explicit(self.mesh), self.split.spec)
+            cut = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), given)
+            try:
+                with jax.sharding.use_abstract_mesh(place.mesh):
+                    self.plan, self.explicit = nm.nnx.plan(self.model, *cut), True
+                return
+            except Exception as error:  # any operation may lack a rule for types that say how arrays lie
+                first = str(error).partition("\n")[0]
+                self.untyped = f"the model does not run on a mesh of explicit axes: {first}"
+        with nm.nnx.packed(self.model, forms):
+            self.plan = nm.nnx.plan(self.model, *given)
 
     def _refuse_plan(self) -> None:
         """Refuse a recipe that layers of the model cannot carry out."""
@@ -197,6 +215,8 @@ class Program:
     def _made_for(self, count: int) -> "Program":
         program = copy.copy(self.one)
         program.count = count
+        if self.one.explicit:  # vmap has no rule for types of all operations
+            program.explicit, program.untyped = False, "runs side by side share a mesh of automatic axes"
         program.shapes = jax.tree.map(partial(shards.stacked, count), self.one.shapes)
         program.shapes = program.shapes._replace(step=self.one.shapes.step)
         places = jax.tree.map(_sharding, program.shapes)
@@ -292,12 +312,17 @@ class Program:
 
     def _loss(self, params: Any, rest: Any, batch: Any, forms: dict) -> tuple[jax.Array, tuple[dict, Any]]:
         """Return the loss of a micro-batch; and its figures and the new `rest`."""
-        in_use = jax.lax.with_sharding_constraint((params, rest), shards.in_use(self._places(), self.mesh))
-        model = nnx.merge(self.graph, *in_use, copy=True)
-        model.train()
-        with nm.nnx.packed(model, forms):
-            value, figures = self.task.loss(model, batch)
-        return value, ({"loss": value, **figures}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
+        places = shards.in_use(self._places(), self.mesh)
+        in_use = jax.lax.with_sharding_constraint((params, rest), places)
+
+        def computed(params: Any, rest: Any, batch: Any) -> tuple[jax.Array, tuple[dict, Any]]:
+            model = nnx.merge(self.graph, params, rest, copy=True)
+            model.train()
+            with nm.nnx.packed(model, forms):
+                value, figures = self.task.loss(model, batch)
+            return value, ({"loss": value, **figures}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
+
+        return (shards.typed(computed, self.mesh, *places) if self.explicit else computed)(*in_use, batch)
 
     def _places(self) -> tuple[Any, Any]:
         """Return the shardings of the parameters and of the rest, of one run."""

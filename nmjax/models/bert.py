@@ -14,6 +14,7 @@ from nmjax.models.transformer import (
     Transformer,
     dropped,
     embedded,
+    found,
     keys_of,
     linear,
     norm,
@@ -109,5 +110,5 @@ class BERT(Transformer):
         for name, value in (("mask", mask), ("types", types)):
             if value is not None and value.shape != tokens.shape:
                 raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {value.shape}.")
-        x = self.norm(x + self.types(jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
+        x = self.norm(x + found(self.types, jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
         return self._through(x, None if mask is None else mask.astype(bool), key, every)

@@ -16,6 +16,7 @@ from nmjax.models.transformer import (
     Scores,
     Transformer,
     check_tokens,
+    found,
     repeat,
     through,
     unembedded,
@@ -314,7 +315,7 @@ class Decoder(Transformer):
         check_tokens(tokens, self.length)
         if mask is not None and mask.shape != tokens.shape:
             raise ValueError(f"mask has the shape of tokens, {tokens.shape}, got {mask.shape}.")
-        x = (self.tokens(tokens) * self.embedding_scale).astype(self.dtype)
+        x = (found(self.tokens, tokens) * self.embedding_scale).astype(self.dtype)
         positions = jnp.arange(tokens.shape[1])
         tables = tuple(rotary.tables(positions, self.features) for rotary in self.rotaries)
         each = (None if self.local is None else jnp.array(self.local),)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -352,7 +353,14 @@ def embedded(model: Any, tokens: Int[Array, "batch time"]) -> Float[Array, "batc
     Rows are read in float32, so that their gradients are summed in float32: a batch may have one token very often.
     """
     check_tokens(tokens, model.length)
-    return model.tokens(tokens) + model.positions(jnp.arange(tokens.shape[1]))[None]
+    return found(model.tokens, tokens) + model.positions(jnp.arange(tokens.shape[1]))[None]
+
+
+def found(table: nnx.Embed, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
+    """Return the rows of a table. Under a mesh of explicit axes they are cut as the tokens are."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return table(tokens)
+    return table(tokens, out_sharding=PartitionSpec(*jax.typeof(tokens).sharding.spec, None))
 
 
 def unembedded(model: Any, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:

@@ -17,7 +17,7 @@ from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Facts, KernelForm, NormalForm, Pruner, check_inner
 from nmjax.pruners.nothing import identity
-from nmjax.pruners.schedules import LAST_STEP, Schedule, constant, cosine, exponential, linear, stairs
+from nmjax.pruners.schedules import LAST_STEP, Schedule, constant, cosine, exponential, linear, stairs, value_at
 
 MOVING = (constant, linear, cosine, exponential, stairs)  # schedules with `moves`; a subclass may compute other values
 
@@ -228,17 +228,15 @@ class decay(Pruner):
         """Return True if dropped values are not zero at a step; without a step, if they never are."""
         if step is None and type(self.schedule) in MOVING:
             return self._ends[1] is None
-        with jax.ensure_compile_time_eval():
-            return float(self.schedule(LAST_STEP if step is None else step)) != 0
+        return value_at(self.schedule, LAST_STEP if step is None else step) != 0
 
     @property
     def _ends(self) -> tuple[int | None, int | None]:
         """The steps at which values begin to fade, and from which they have faded; None where that is not known."""
         schedule: Any = self.schedule
         first, last = schedule.moves if type(schedule) in MOVING else (None, None)
-        with jax.ensure_compile_time_eval():
-            whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.facts.has_state
-            gone = last is not None and float(self.schedule(last)) == 0
+        whole = first is not None and value_at(self.schedule, first - 1) == 1 and not self.p.facts.has_state
+        gone = last is not None and value_at(self.schedule, last) == 0
         return (first if whole and first > 1 else None), (last if gone else None)  # no phase of step 0 alone
 
     def at(self, step: int) -> Pruner:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float32, Int, Num
 
 from nmjax.core.value import Value, show
@@ -231,6 +233,12 @@ class optax_schedule(Value):
     def __call__(self, step: Step) -> Float32[Array, ""]:
         # optax multiplies the step with floats, which strict dtype promotion allows for a float step only
         return jnp.asarray(self._schedule()(jnp.asarray(step).astype(jnp.float32))).astype(jnp.float32)
+
+
+def value_at(schedule: Schedule, step: int) -> float:
+    """Return a schedule's value at a step, computed on this machine, whatever devices a program is traced for."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.ensure_compile_time_eval():
+        return float(schedule(step))
 
 
 def _since(begin: int, step: Step) -> Float32[Array, ""]:

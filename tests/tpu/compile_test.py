@@ -10,14 +10,22 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: make test-tpu", allow_module_level=True)
 
 import nmjax as nm
+from experiments import command
 from experiments.bench.cases import step
-from experiments.bench.tpu import TOPOLOGIES, Shape, counted, mesh_of, pruned
+from experiments.bench.collectives import collectives
+from experiments.bench.tpu import TOPOLOGIES, Shape, counted, mesh_of, pruned, topology
+from experiments.scale import shards
+from experiments.training import tasks
+from experiments.training.program import Program
+from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 PRUNERS = [
     "mse(2,4)", "mse(1,2)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue_approx(2,4)", "soft(2,4)", "uniform(2,4)",
@@ -120,3 +128,30 @@ def test_xla_alone_moves_what_the_kernels_are_for():
     )
     assert (by_xla.kernels, by_kernel.kernels) == (0, 1)
     assert by_xla.moved > 10 * by_kernel.moved
+
+
+@pytest.mark.parametrize("config_file", ["vit_24", "gpt_24"])
+def test_the_step_of_a_run_prunes_by_kernels_on_every_device(config_file, monkeypatch):
+    """Its loss is computed on explicit axes. Devices tell each other what they do on automatic ones."""
+    devices = np.array(topology("v5e:2x4").devices).reshape(2, 4, 1)
+    mesh = Mesh(devices, shards.AXES, axis_types=(AxisType.Auto,) * 3)
+    monkeypatch.setattr(shards, "mesh", lambda sizes: mesh)
+    config = command.read(["launch.py", f"--config=configs/{config_file}.py:smoke"]).config
+
+    def compiled():
+        m = Program(config, tasks.task(config))
+        place = lambda v: Shape(np.shape(v), np.asarray(v).dtype, sharding=shards.whole(mesh))
+        program = m.train.lower(m.shapes, jax.tree.map(place, m.task.arrays())).compile()
+        text, moved = program.as_text(), program.cost_analysis()["bytes accessed"]
+        return m, text.count('custom_call_target="tpu_custom_call"'), moved, text
+
+    m, kernels, moved, text = compiled()
+    assert m.explicit
+    assert all("one pass" in route.why for layer in m.plan.layers if layer.slots for product, route in layer.runs[:1])
+    monkeypatch.setattr(shards, "shows", lambda mesh: False)
+    automatic, none, more, other = compiled()
+    assert not automatic.explicit
+    assert (kernels > 0, none) == (True, 0)
+    assert moved < 0.9 * more
+    sent = lambda text: sum(row.moved * row.times for row in collectives(text))
+    assert sent(text) <= 1.01 * sent(other)

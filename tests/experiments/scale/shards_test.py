@@ -15,6 +15,7 @@ from experiments.bench import scale
 from experiments.bench.collectives import collectives
 from experiments.errors import Mistake
 from experiments.scale import shards
+from experiments.training import header
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program, steps
 
 pytestmark = pytest.mark.sampled
@@ -52,6 +53,55 @@ def test_a_cut_run_is_the_whole_one_to_rounding(name):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.model.scan=true"]}
+AGAIN = {"remat": ["--config.model.remat=true"], "lean": ["--config.model.lean=true"]}
+TYPED = [("vit_24", "fsdp"), ("resnet_24", ""), ("finetune_24", ""), *(("gpt_24", name) for name in (*LOOPS, *AGAIN))]
+
+
+def as_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(shards, "shows", lambda mesh: mesh.shape["tensor"] == 1)
+
+
+@pytest.mark.parametrize(("config", "change"), TYPED)
+@pytest.mark.slow
+def test_explicit_axes_change_no_number(config, change, monkeypatch):
+    """The same sums on the same devices, but for the order in which the compiler fuses them."""
+    changes = ["--config.mesh.fsdp=4"] if change in ("fsdp", "scan") else []
+    make = lambda: program(f"configs/{config}.py:smoke", *changes, *(LOOPS | AGAIN).get(change, []))
+    automatic, told = steps(make(), 2)
+    as_on_a_tpu(monkeypatch)
+    m = make()
+    assert m.explicit
+    explicit, also = steps(m, 2)
+    for a, b in zip(told, also, strict=True):
+        np.testing.assert_allclose([a["loss"], a["gradient_norm"]], [b["loss"], b["gradient_norm"]], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(automatic), jax.tree.leaves(explicit), strict=True):
+        assert a.sharding == b.sharding
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_have_automatic_axes(monkeypatch):
+    as_on_a_tpu(monkeypatch)
+    m = made(1, 1, "--config.model.depth=1")
+    alone, told = steps(m, 1)
+    both = m.beside(2)
+    state = both.together([m.init(jnp.uint32(seed)) for seed in (m.config.seed, 7)])
+    state, figures = both.train(state, next(iter(m.task.feed(0, 0, m.mesh))))
+    np.testing.assert_allclose(figures["loss"][0], told[0]["loss"], rtol=1e-5)
+    assert m.explicit
+    assert ("pruning", "by XLA: runs side by side share a mesh of automatic axes") in header.rows(both)
+
+
+@pytest.mark.slow
+def test_a_model_without_types_runs_on_automatic_axes_and_its_header_says_why(monkeypatch):
+    as_on_a_tpu(monkeypatch)
+    m = program("configs/moe_24.py:smoke")
+    assert not m.explicit
+    (text,) = [text for label, text in header.rows(m) if label == "pruning"]
+    assert text.startswith("by XLA: the model does not run on a mesh of explicit axes: ")
+    assert "sort" in text
+
+
 def parts_of(state) -> dict[str, float]:
     """Return the share of each large array that lies on one device."""
     share = lambda v: v.addressable_shards[0].data.size / v.size
@@ -74,14 +124,17 @@ def test_all_that_belongs_to_a_weight_lies_as_it_does():
 
 
 CUT = {"data": (1, 1), "fsdp": (4, 1), "tensor": (1, 2)}
-LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.model.scan=true"]}
+TALKS = [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")]
 
 
-@pytest.mark.parametrize(("name", "loop"), [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")])
+@pytest.mark.parametrize("axes", ["automatic", "explicit"])
+@pytest.mark.parametrize(("name", "loop"), TALKS)
 @pytest.mark.slow
-def test_devices_tell_each_other_no_more_than_they_must(name, loop):
+def test_devices_tell_each_other_no_more_than_they_must(name, loop, axes, monkeypatch):
     """Data parallel sums gradients and figures. FSDP also gathers the weights, once, however often a loop runs, and no
     activation. A CPU sums what other devices scatter. No device tells the others the order of its data."""
+    if axes == "explicit":
+        as_on_a_tpu(monkeypatch)
     depth = 2 if loop == "scan" else 1
     m = made(*CUT[name], f"--config.model.depth={depth}", *LOOPS[loop])
     arrays = next(iter(m.task.feed(0, 0, m.mesh)))
