@@ -22,11 +22,9 @@ from flax import nnx
 from nmjax import __version__, checkpoints, models, oneshot
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.nnx.delivery import sparsify
-from nmjax.nnx.hardening import harden, patterns
 from nmjax.nnx.layers import layers
-from nmjax.nnx.one_shot import prune
 from nmjax.nnx.planning import plan
-from nmjax.oneshot import estimate, texts
+from nmjax.oneshot import texts
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.table import Recipe
 
@@ -76,6 +74,14 @@ def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _memory(text: str) -> float:
+    """Return the bytes that a text such as 8GB or 500MB is, for argparse."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([GM])B?", text, re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB or 500MB")
+    return float(found[1]) * (1e9 if found[2] in "Gg" else 1e6)
 
 
 class _Help(argparse.HelpFormatter):
@@ -140,6 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--length", type=_whole, help=text)
     text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (blocks/.*)"
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
+    text = "prune these tensors of any safetensors file by magnitude, whatever its model is, instead of layers"
+    pruned.add_argument("--tensors", metavar="REGEX", help=text)
+    text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"
+    pruned.add_argument("--axis", type=int, choices=(-2, -1, 0, 1), default=-1, help=text)
+    text = (
+        "the memory that it may take, beside the pages of the files (8GB); outputs of blocks that do not fit go to disk"
+    )
+    pruned.add_argument("--memory", type=_memory, default=8e9, metavar="SIZE", help=text)
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     pruned.add_argument("--overwrite", **overwrite)
     exported = command("export", _export, "Export a checkpoint as ONNX, for other programs.")
@@ -248,26 +262,27 @@ def _prune(asked: argparse.Namespace) -> int:
         raise ValueError(f"--length {asked.length}: calibration needs texts of at least {texts.LENGTHS[0]} tokens.")
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
-    source = _folder(asked.path)
-    _check_target(Path(asked.out), source, asked.overwrite)
-    model = checkpoints.load(source)
-    for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        if not bool(jnp.isfinite(v.get_value()).all()):
-            raise ValueError(
-                f"{source}: the weight {'/'.join(map(str, path))} has NaN or infinity, so the model is damaged. "
-                "`nmjax verify` lists all such tensors."
-            )
+    if asked.tensors and (asked.method != "magnitude" or asked.data):
+        raise ValueError("--tensors prunes by magnitude, without data: write --method magnitude.")
+    source, overwrite = _folder(asked.path), asked.overwrite
+    _check_target(Path(asked.out), source, overwrite)
+    if asked.tensors:
+        names = checkpoints.prune_tensors(
+            source, asked.out, asked.tensors, asked.n, asked.m, axis=asked.axis, overwrite=overwrite
+        )
+        print(f"{asked.out}: {len(names)} tensors are {asked.n}:{asked.m} along axis {asked.axis}, by magnitude.")
+        return 0
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:
-        hard = harden(sparsify(model, recipe))
-        checkpoints.save(asked.out, hard, like=source, overwrite=asked.overwrite)
-        count = sum(pattern is not None for pattern in patterns(hard).values())
-        print(f"{asked.out}: {count} weight matrices are {asked.n}:{asked.m}, by magnitude.")
+        found = checkpoints.prune(source, asked.out, recipe, overwrite=overwrite)
+        print(f"{asked.out}: {len(found)} weight matrices are {asked.n}:{asked.m}, by magnitude.")
         return 0
+    make = checkpoints.architecture(source)
+    model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     batches, rows, told = _batches(asked, model, source)
-    sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before the estimate is told
-    sizes = [_matrix(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
-    few = [inputs for inputs, _ in sizes if inputs > rows]
+    sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before anything is computed
+    sizes = [_inputs(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    few = [inputs for inputs in sizes if inputs > rows]
     if few:
         warnings.warn(
             f"the calibration data has fewer rows ({rows:,}) than {len(few)} of the layers have inputs (up to "
@@ -275,18 +290,22 @@ def _prune(asked: argparse.Namespace) -> int:
             "calibration.",
             stacklevel=1,
         )
-    duration = estimate.in_words(estimate.seconds(sizes, rows, asked.method))
-    print(f"{len(sizes)} weight matrices, {told}: this takes about {duration}.", file=sys.stderr, flush=True)
+    print(f"{len(sizes)} weight matrices, {told}.", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         if few:  # it was told
             warnings.filterwarnings("ignore", "prune: the calibration data has fewer rows")
-        found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=True)
-    checkpoints.save(asked.out, found.model, like=source, overwrite=asked.overwrite)
-    errors = np.array(list(found.errors.values()))
-    print(f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
-    print(
-        f"Mean relative error of a layer's output: {errors[:, 0].mean():.4f}, with magnitude {errors[:, 1].mean():.4f}."
-    )
+        solver = getattr(oneshot, asked.method)
+        found = checkpoints.prune(
+            source, asked.out, recipe, batches, solver, memory=asked.memory, overwrite=overwrite, progress=True
+        )
+    print(f"{asked.out}: {len(sizes)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
+    errors = np.array(list(found.values()))
+    if len(errors):
+        of = " of inputs without correlation" if solver in oneshot.solvers.OF_NORMS else ""
+        print(
+            f"Mean relative error of a layer's output{of}: {errors[:, 0].mean():.4f}, with magnitude "
+            f"{errors[:, 1].mean():.4f}."
+        )
     return 0
 
 
@@ -298,11 +317,9 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
     checkpoints.models.check_target(target, source, overwrite)
 
 
-def _matrix(layer: Any) -> tuple[int, int]:
-    """Return the inputs and outputs of a layer as a matrix."""
-    shape = layer.product.rhs.shape
-    inputs = math.prod(shape[axis] for axis in layer.operand.contract)
-    return inputs, layer.kernel.size // inputs
+def _inputs(layer: Any) -> int:
+    """Return the number of inputs of a layer."""
+    return math.prod(layer.product.rhs.shape[axis] for axis in layer.operand.contract)
 
 
 def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[Any], int, str]:

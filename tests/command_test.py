@@ -215,7 +215,7 @@ def test_prune_writes_a_checkpoint_that_verify_accepts(kind, method, name, capsy
     source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / name)
     status, out, err = run(capsys, "prune", source, "--method", method, "--data", data, "--out", tmp_path / "sparse")
     assert status == 0
-    assert re.search(r"weight matrices, 40 texts, (320|448|480) tokens: this takes about \d+ seconds.", err)
+    assert re.search(r"weight matrices, 40 texts, (320|448|480) tokens\.", err)
     assert f"weight matrices are 2:4, by {method} on 40 texts, " in out
     assert (tmp_path / "sparse/tokenizer.json").is_file()
     assert run(capsys, "verify", tmp_path / "sparse")[0] == 0
@@ -338,10 +338,9 @@ def test_weights_that_are_not_finite_are_told(name, value, dense, capsys, tmp_pa
     tensors = {one: np.array(v) for one, v in checkpoints.read(source).items()}
     tensors[name].flat[-1] = value
     checkpoints.write(source / "model.safetensors", tensors)
-    path = {"encoder": "blocks/1/mlp/down/kernel", "embeddings": "norm/bias"}[name.partition(".")[0]]
     for options in (["--method", "magnitude"], ["--data", data]):
         err = refused(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
-        assert f"the weight {path} has NaN or infinity" in err
+        assert f"the weight {name} has NaN or infinity" in err
     assert not (tmp_path / "sparse").exists()
     tensors = dict(checkpoints.read(sparse(tmp_path / "sparse"))) | {"odd": np.full(3, value, np.float32)}
     checkpoints.write(tmp_path / "sparse/model.safetensors", tensors)

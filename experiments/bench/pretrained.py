@@ -18,7 +18,7 @@ from experiments.data.find import find
 from experiments.errors import Missing
 from experiments.studies import one_shot
 from nmjax.nnx.layers import layers
-from nmjax.oneshot import estimate, texts
+from nmjax.oneshot import texts
 
 TEXTS = 128
 
@@ -102,7 +102,6 @@ def language(folder: Path) -> Table:
     sizes = [layer.kernel.shape for layer in layers(model) if layer.path.startswith("blocks/")]
     count, rows = sum(batch.size for batch in batches), {}
     for name in ("wanda", "sparsegpt"):
-        took = _seconds(partial(nm.nnx.prune, model, one_shot.RECIPE, batches, getattr(nm.oneshot, name)))
-        rows[name] = [took, estimate.seconds(sizes, count, name)]
+        rows[name] = [_seconds(partial(nm.nnx.prune, model, one_shot.RECIPE, batches, getattr(nm.oneshot, name)))]
     note = f"{len(sizes)} matrices, 2:4, {count:,} tokens. Each is timed once, with compilation."
-    return Table("One-shot pruning of Gemma 3 270M", note, ["", "seconds", "estimate"], rows)
+    return Table("One-shot pruning of Gemma 3 270M", note, ["", "seconds"], rows)

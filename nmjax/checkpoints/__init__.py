@@ -24,6 +24,7 @@ from nmjax.checkpoints.models import (
 )
 from nmjax.checkpoints.names import Rename as Rename, Table as Table
 from nmjax.checkpoints.onnx import write_onnx as write_onnx
+from nmjax.checkpoints.streaming import prune as prune, prune_tensors as prune_tensors
 from nmjax.checkpoints.tensors import (
     CheckpointError as CheckpointError,
     Tensors as Tensors,

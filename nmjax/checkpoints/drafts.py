@@ -53,20 +53,41 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
                     path = folder / name  # an error is of this path
                     file.flush()
                     os.fsync(file.fileno())
-            if new:
-                os.rename(draft, place)
-            elif len(names) == 1:
+            if not new and len(names) == 1:
                 os.replace(draft / names[0], place / names[0])
             else:
-                whole = draft.with_suffix(".whole")
-                os.rename(draft, whole)
-                _move(whole, place)
+                put(draft, place)
     except OSError as error:
         if error.filename is None or Path(str(error.filename)).is_relative_to(draft):
             error.filename = str(path)
         raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def put(draft: Path, folder: Path) -> None:
+    """Put a folder of files in the place of another one, which may be missing. Its files are replaced, as above."""
+    place = folder.resolve()
+    if not place.exists():
+        os.rename(draft, place)
+        return
+    whole = _name(place, place.name).with_suffix(".whole")
+    os.rename(draft, whole)
+    _move(whole, place)
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Open the hidden folder beside another one in which its files are made, over several calls if some are killed."""
+    place = folder.resolve()
+    draft = place.parent / f".{place.name}.unfinished"
+    draft.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(draft, strict=True))
+        except BlockingIOError:
+            raise BlockingIOError(errno.EAGAIN, "another process makes this checkpoint", str(folder)) from None
+        yield draft
 
 
 def finish(folder: Path, whole: bool = True) -> None:

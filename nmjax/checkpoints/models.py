@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -71,22 +72,33 @@ def load(
     if classes and classes != about.options.get("classes") and (rngs is None or not takes):
         advice = "Pass rngs=nnx.Rngs(0) for a new one." if takes else "Leave out classes: its model takes none."
         raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     read_ones = parameters(path, family=about, **options)
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        return made_of(make, read_ones, nnx.Rngs(0) if rngs is None else rngs, jnp.asarray)
+
+
+def made_of(
+    make: Callable[..., Any], given: Mapping[str, Any], rngs: nnx.Rngs, place: Callable[[Any, Any], Any]
+) -> Any:  # fmt: skip
+    """Return a model with these parameters, and new ones for the rest.
+
+    Args:
+      make: A function that makes the model, such as `architecture` returns.
+      given: Parameters by path.
+      rngs: The random number generators of the rest.
+      place: A function of a given parameter and the dtype that the model has for it.
+    """
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
     @jax.jit
     def others(key: jax.Array) -> dict[str, jax.Array]:
-        """Return the initial values of what is not read."""
+        """Return the initial values of what is not given."""
         made = _by_path(nnx.state(make(rngs=nnx.Rngs(key))))
-        return {name: v.get_value() for name, v in made.items() if name not in read_ones}
+        return {name: v.get_value() for name, v in made.items() if name not in given}
 
-    values: dict[str, Any] = dict(others((nnx.Rngs(0) if rngs is None else rngs).params()))
-    variables = nnx.to_flat_state(abstract)
-    with np.errstate(invalid="ignore"):  # of a signalling NaN
-        values |= {
-            name: jnp.asarray(read_ones[name], v.dtype) for name, v in _by_path(abstract).items() if name in read_ones
-        }
-    flat = [(key, v.replace(values["/".join(map(str, key))])) for key, v in variables]
+    values: dict[str, Any] = dict(others(rngs.params()))
+    values |= {name: place(given[name], v.dtype) for name, v in _by_path(abstract).items() if name in given}
+    flat = [(key, v.replace(values["/".join(map(str, key))])) for key, v in nnx.to_flat_state(abstract)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
@@ -115,13 +127,20 @@ def parameters(
     >>> def density(path):
     ...     return {name: np.count_nonzero(value) / value.size for name, value in parameters(path).items()}
     """
+    return views(path, opened(path), family=family, **options)
+
+
+def views(
+    path: str | os.PathLike[str], held: Tensors, *, family: Family | None = None, **options: Any
+) -> dict[str, np.ndarray]:
+    """Return what `parameters` returns, made of these tensors."""
     about = family or _family(path)
     make = architecture(path, family=about, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
     wanted = {name: v for name, v in _abstract(make).items() if not (new and name in HEAD)}
     try:
         blocks = _blocks(wanted)
-        found = _table(about, new).read(_read(path), {one: block.shape for one, block in blocks.items()})
+        found = _table(about, new).read(held, {one: block.shape for one, block in blocks.items()})
         odd = [f"{one} {value.dtype}" for one, value in found.items() if not jnp.issubdtype(value.dtype, jnp.floating)]
         if odd:
             raise CheckpointError(f"parameters are not floating-point numbers: {', '.join(odd[:8])}.")
@@ -172,7 +191,7 @@ def save(
     """
     if (layer := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
-    about, tensors, folder, home = family or _family(like), _read(like), Path(path), _home(like)
+    about, tensors, folder, home = family or _family(like), opened(like), Path(path), _home(like)
     config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
         {name: v.get_value() for name, v in _by_path(nnx.state(model, nnx.Param)).items() if 0 not in v.shape}
@@ -198,10 +217,10 @@ def save(
     files[list(files)[-1]] += [name for name in made if name not in known]
     if tensors.index is not None:
         size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in made.values())
-        where = {name: _file_name(path) for path, names in files.items() for name in names}
+        where = {name: file_name(path) for path, names in files.items() for name in names}
         texts[tensors.index] = {"metadata": {**tensors.about, "total_size": size}, "weight_map": where}
     write_all(folder, {
-        **{_file_name(p): ({name: made[name] for name in names}, tensors.texts[p]) for p, names in files.items()},
+        **{file_name(p): ({name: made[name] for name in names}, tensors.texts[p]) for p, names in files.items()},
         **others, **{name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()},
     })  # fmt: skip
 
@@ -211,8 +230,8 @@ def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], ove
 
     A checkpoint ``like`` with links to files of other folders is refused too.
     """
-    source, folder = _read(like), Path(path)
-    own = {*map(_file_name, source.files), *([source.index] if source.index else []), "config.json"}
+    source, folder = opened(like), Path(path)
+    own = {*map(file_name, source.files), *([source.index] if source.index else []), "config.json"}
     own |= {name.parts[0] for name in _others(like)}
     if not folder.is_dir() or not folder.samefile(_home(like)):
         refuse_others(folder, own, overwrite)
@@ -264,12 +283,12 @@ def _home(path: str | os.PathLike[str]) -> Path:
     return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
-def _file_name(path: Path) -> str:
+def file_name(path: Path) -> str:
     """Return the name of a file of tensors that is written: its own, or that of safetensors for a file of torch."""
     return "model.safetensors" if path.suffix in SUFFIXES else path.name
 
 
-def _read(path: str | os.PathLike[str]) -> Tensors:
+def opened(path: str | os.PathLike[str]) -> Tensors:
     """Open the tensors of a checkpoint: of safetensors, or else of torch."""
     place = Path(path)
     if place.suffix in SUFFIXES:
@@ -297,6 +316,13 @@ def _others(like: str | os.PathLike[str]) -> dict[Path, Path]:
                 f"{file}: this is a link to a file outside of the checkpoint. Copy the file, or remove it."
             )
     return found
+
+
+def copy_texts(source: str | os.PathLike[str], folder: Path) -> None:
+    """Copy the texts of a checkpoint into a folder, such as the config and the tokenizer."""
+    for name, file in _others(source).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)
 
 
 def _texts(source: Path, folders: bool) -> Iterator[Path]:
@@ -329,7 +355,7 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _family(path: str | os.PathLike[str]) -> Family:
     config: Config = _config(path)
     try:
-        return family_of(config, _read(path))
+        return family_of(config, opened(path))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of a field of another type

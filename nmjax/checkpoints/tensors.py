@@ -125,11 +125,12 @@ class Tensors(Mapping[str, np.ndarray]):
         return self.tensors[name].dtype
 
 
-def read(path: str | os.PathLike[str]) -> Tensors:
+def read(path: str | os.PathLike[str], *, writable: bool = False) -> Tensors:
     """Open the tensors of a checkpoint. Their values are read when they are used.
 
     Args:
       path: A file .safetensors, an index .safetensors.index.json, or a folder that has one of them.
+      writable: True for tensors that may be changed in place, which changes the files.
 
     Returns:
       The tensors by name.
@@ -146,8 +147,8 @@ def read(path: str | os.PathLike[str]) -> Tensors:
     """
     folder, path = Path(path), _found(Path(path))
     if not path.name.endswith(INDEX):
-        return Tensors([_opened(path)])
-    tensors, whole = _of_index(path), path.with_name(path.name.removesuffix(".index.json"))
+        return Tensors([_opened(path, writable)])
+    tensors, whole = _of_index(path, writable), path.with_name(path.name.removesuffix(".index.json"))
     if folder.is_dir() and whole.exists() and whole not in tensors.files:
         raise CheckpointError(
             f"{folder}: the folder has {path.name} and, of other tensors, {whole.name}, which other programs read in "
@@ -248,7 +249,7 @@ def refuse_unfinished(folder: Path) -> None:
             )
 
 
-def _of_index(path: Path) -> Tensors:
+def _of_index(path: Path, writable: bool) -> Tensors:
     """Open the files of an index, in the order in which it first names them."""
     with path.open("rb") as file:
         content = _json(path, file.read(LARGEST_JSON + 1))
@@ -259,7 +260,7 @@ def _of_index(path: Path) -> Tensors:
     for file in files:
         if file in ("", ".", "..") or Path(file).name != file or "\\" in file or "\0" in file:
             raise CheckpointError(f"{path}: {file!r} is not the name of a file in the same folder.")
-    tensors = Tensors(_opened(path.with_name(file)) for file in files)
+    tensors = Tensors(_opened(path.with_name(file), writable) for file in files)
     held = {(name, one.name) for one, within in tensors.files.items() for name in within}
     missing = next((one for one in names.items() if one not in held), None)
     if missing is not None:
@@ -275,9 +276,9 @@ def _of_index(path: Path) -> Tensors:
 # ---- one file ----
 
 
-def _opened(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
+def _opened(path: Path, writable: bool) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
     """Return a file's path, its tensors in the order of their bytes, and its metadata."""
-    with path.open("rb") as file:
+    with path.open("r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise CheckpointError(f"{path}: a safetensors file has at least 8 bytes, and this one has {size}.")
@@ -288,7 +289,8 @@ def _opened(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
                 "safetensors file."
             )
         header = _json(path, file.read(min(length, LARGEST_JSON + 1)))
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        content = mmap.mmap(file.fileno(), 0, access=access)
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object.")
     metadata = header.pop("__metadata__", {})

@@ -1,7 +1,6 @@
 """The blocks of a model, called one after another: each on the outputs of the blocks before it, which are kept."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -65,12 +64,14 @@ class Blocks:
 
     Attributes:
       paths: The paths of the blocks, in the order of their calls.
+      keep: A function of the outputs of a block for a batch, which returns what is kept of them, such as a file.
     """
 
     def __init__(
         self, model: Any, paths: Sequence[str], batches: Sequence[Call], ways: Sequence[list[BlockInputs]]
     ) -> None:
         self.model, self.paths, self.batches, self.ways = model, list(paths), batches, ways
+        self.keep: Callable[[list[Any]], list[Any]] = list
         self.outputs: list[list[list[Any]]] = [[way.placeholders for way in own] for own in ways]  # arrays, by batch
 
         def output(graph: Any, rest: Rest, state: Any, arrays: list[Any]) -> list[Any]:
@@ -122,12 +123,6 @@ class Blocks:
             return NotAlone("two of them share a variable")
         return cls(model, called, batches, [ways[batch.kind] for batch in batches])
 
-    def of(self, model: Any) -> "Blocks":
-        """Return the same blocks of a model that is alike. None has run, and what is compiled is shared."""
-        made = copy(self)
-        made.model, made.outputs = model, [[way.placeholders for way in own] for own in self.ways]
-        return made
-
     def module(self, number: int) -> Any:
         """Return a block."""
         return modules_of(self.model)[self.paths[number]]
@@ -147,5 +142,5 @@ class Blocks:
             later = set().union(*(way.needs for way in ways[number + 1 :]))
             if number in later:
                 arrays, rest = call.split()
-                outputs[number] = self._output(graph, rest, state, arrays)
+                outputs[number] = self.keep(self._output(graph, rest, state, arrays))
             outputs[:] = [v if i in later else ways[i].placeholders for i, v in enumerate(outputs)]

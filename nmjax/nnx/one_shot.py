@@ -25,7 +25,7 @@ from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import back, layers, stacked, value
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
-from nmjax.oneshot.solvers import Solved, magnitude, relative_error, sparsegpt
+from nmjax.oneshot.solvers import Solved, relative_error, sparsegpt
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.states import first
 from nmjax.pruners.whole_rows import has_rows, rows
@@ -42,8 +42,7 @@ class Pruned(NamedTuple):
     Attributes:
       model: A copy of the model with the pruned weights.
       errors: For each layer, the relative error of its output on the batches: with the solver, and with magnitude
-        pruning. The second is that for the inputs that the dense model gives, so it does not depend on the solver. The
-        layers of a stack are numbered, as "blocks/mlp/up[3]".
+        pruning of this layer alone. The layers of a stack are numbered, as "blocks/mlp/up[3]".
 
     >>> import nmjax as nm
     >>> model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (100, 8))
@@ -98,79 +97,138 @@ def prune(
     if not calls:
         raise ValueError("prune: there are no batches.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe({".*": recipe})
-    args, options = calls[0]
-    sparse = sparsify(nnx.clone(model), recipe, *args, **options)
-    _check_pruners(sparse)
-    hard, _ = harden_without_warning(sparse)  # its weights are replaced: a schedule that goes on does not matter
-    targets = {layer.path: layer for layer in layers(hard) if layer.hardened is not None}
-    if not targets:
-        raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
-    current = sparsify(nnx.clone(model), Recipe({".*": "dense"}))  # layers are calibrated without an earlier recipe
-    dense = nnx.clone(current)
-    now = {layer.path: layer for layer in with_calls(current, list(layers(current)), recipe, args, options)[0]}
-    _check_layers([now[path] for path in targets])
-    every = blocks_of(now, modules_of(current)) if in_turn else {"": list(now)}
-    groups = {
-        group: chosen for group, paths in every.items() if (chosen := [path for path in paths if path in targets])
-    }
-    blocks, title = _blocks(current, list(every), list(groups), calls) if in_turn else (None, "Pruning")
-    order = _in_order(current, groups, args, options) if blocks is None else blocks.paths
-    dense_blocks = None if blocks is None else blocks.of(dense)
+    steps = Steps(model, recipe, calls, in_turn)
+    hard, _ = hardened(model, recipe, calls[0])  # its weights are replaced: a schedule that goes on does not matter
+    kernels = {layer.path: layer.kernel for layer in layers(hard)}
     errors: dict[str, tuple[float, float]] = {}
-    by_magnitude: dict[str, tuple[float, float]] = {}
-    few: list[str] = []
-    measured = statistics()
-    for number, group in enumerate(_shown(order, title) if progress else order):
-        begin = "" if blocks is None else group
-        own = {path: path[len(begin) :].lstrip("/") for path in groups.get(group, ())}
-        only = "|".join(map(re.escape, own.values()))
-        if in_turn:  # otherwise the inputs below are those of the dense model
-            part, asked = _part(dense, calls, dense_blocks, number)
-            found = calibrated(part, asked, measured, moments=True, only=only) if own else {}
-            for path, inside in own.items():
-                _solve(now[path], found[inside], targets[path].hardened, magnitude, by_magnitude)
-            if dense_blocks is not None:
-                dense_blocks.run(number, asked)
-        part, asked = _part(current, calls, blocks, number)
-        found = calibrated(part, asked, measured, moments=True, only=only) if own else {}
-        for path, inside in own.items():
-            inputs = found[inside]
-            weight = _solve(now[path], inputs, targets[path].hardened, solver, errors)
-            write(now[path].kernel, weight)
-            write(targets[path].kernel, weight)
-            if inputs.fewest < inputs.squares.shape[-1]:
-                of = "" if inputs.fewest == inputs.tokens else " of an expert"
-                few.append(f"{path or 'the model'}: {inputs.fewest:,} rows{of} for {inputs.squares.shape[-1]:,} inputs")
-        if blocks is not None:
-            blocks.run(number, asked)
-    if few:
-        warnings.warn(
-            f"prune: the calibration data has fewer rows than {len(few)} of the layers have inputs, so the errors of "
-            f"their outputs would be larger on other data: {'; '.join(few[:3])}. Use more data for calibration.",
-            stacklevel=2,
-        )
-    errors |= {path: (error, by_magnitude[path][1]) for path, (error, _) in errors.items() if in_turn}
+    for number in steps.shown() if progress else steps:
+        for path, (kernel, found) in steps.solve(number, solver).items():
+            write(steps.layers[path].kernel, kernel)
+            write(kernels[path], kernel)
+            errors |= found
+        steps.run(number)
+    if steps.few:
+        warnings.warn(steps.few_rows(), stacklevel=2)
     return Pruned(hard, {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)})
 
 
-def _shown(groups: list[str], title: str) -> Iterator[str]:
-    """Yield the blocks, and show the progress on stderr."""
+def hardened(model: Model, recipe: Recipe, call: Call) -> tuple[Model, dict[str, Any]]:
+    """Return a hardened copy of a model, and the pattern of each layer that is n:m in it."""
+    sparse = sparsify(nnx.clone(model), recipe, *call.args, **call.options)
+    _check_pruners(sparse)
+    hard, _ = harden_without_warning(sparse)
+    return hard, {layer.path: layer.hardened for layer in layers(hard) if layer.hardened is not None}
+
+
+class Steps:
+    """One-shot pruning of a model, block after block. It writes no weight: whoever calls it does.
+
+    Iterating yields the numbers of the blocks. Each is solved, its weights are written, and then it is run.
+
+    Attributes:
+      model: The model without an earlier recipe. It shares the arrays of the one that was given.
+      layers: Its layers, by path.
+      patterns: The pattern of each layer that is pruned, by path.
+      order: The paths of the blocks, in the order of their calls.
+      few: The layers that have fewer rows than inputs, in words.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, calls: list[Call], in_turn: bool = True) -> None:
+        """Find the blocks. The arguments are those of `prune`."""
+        args, options = calls[0]
+        found: list[dict[str, Any]] = []
+        nnx.eval_shape(lambda model: found.append(hardened(model, recipe, calls[0])[1]), model)
+        (self.patterns,) = found
+        if not self.patterns:
+            raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
+        self.model = sparsify(nnx.clone(model), Recipe({".*": "dense"}))
+        every = with_calls(self.model, list(layers(self.model)), recipe, args, options)[0]
+        self.layers = {layer.path: layer for layer in every}
+        _check_layers([self.layers[path] for path in self.patterns])
+        groups = blocks_of(self.layers, modules_of(self.model)) if in_turn else {"": list(self.layers)}
+        chosen = {group: [path for path in paths if path in self.patterns] for group, paths in groups.items()}
+        self.groups = {group: paths for group, paths in chosen.items() if paths}
+        self.calls, self.few, self._measured = calls, list[str](), statistics()
+        self.blocks, self.title = None, "Pruning"
+        if in_turn:
+            self.blocks, self.title = _blocks(self.model, list(groups), list(self.groups), calls)
+        self.order = _in_order(self.model, self.groups, args, options) if self.blocks is None else self.blocks.paths
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.order)))
+
+    def shown(self, begin: int = 0) -> Iterator[int]:
+        """Yield the numbers of the blocks from ``begin`` on, and show the progress on stderr."""
+        return _shown(range(begin, len(self.order)), self.title)
+
+    def solve(
+        self, number: int, solver: Solver, moments: bool = True
+    ) -> dict[str, tuple[jax.Array, dict[str, tuple[float, float]]]]:
+        """Return the new kernel of each layer of a block that is pruned, and its errors.
+
+        Args:
+          number: The number of the block.
+          solver: As in `prune`.
+          moments: False to measure only the norms of the inputs. Errors are those of inputs without correlation then.
+        """
+        group = self.order[number]
+        begin = "" if self.blocks is None else group
+        own = {path: path[len(begin) :].lstrip("/") for path in self.groups.get(group, ())}
+        if not own:
+            return {}
+        part = self.model if self.blocks is None else self.blocks.module(number)
+        asked = self.calls if self.blocks is None else self.blocks.calls(number)
+        only = "|".join(map(re.escape, own.values()))
+        inputs = calibrated(part, asked, self._measured, moments=moments, only=only)
+        solved: dict[str, tuple[jax.Array, dict[str, tuple[float, float]]]] = {}
+        for path, inside in own.items():
+            found = inputs.pop(inside)
+            solved[path] = _solve(self.layers[path], found, self.patterns[path], solver)
+            features = found.squares.shape[-1]
+            if found.fewest < features:
+                of = "" if found.fewest == found.tokens else " of an expert"
+                self.few.append(f"{path or 'the model'}: {found.fewest:,} rows{of} for {features:,} inputs")
+        return solved
+
+    def run(self, number: int) -> None:
+        """Compute the outputs of a block with the weights that it has now."""
+        if self.blocks is not None:
+            self.blocks.run(number, self.blocks.calls(number))
+
+    def few_rows(self) -> str:
+        """Return the warning about layers with few rows."""
+        return (
+            f"prune: the calibration data has fewer rows than {len(self.few)} of the layers have inputs, so the errors "
+            f"of their outputs would be larger on other data: {'; '.join(self.few[:3])}. Use more data for calibration."
+        )
+
+
+def _shown(numbers: range, title: str) -> Iterator[int]:
+    """Yield the numbers of blocks, and show the progress on stderr: after the first block how long the others take."""
     console = Console(stderr=True)
     if console.is_terminal or console.is_jupyter:
-        yield from track(groups, title, console=console)
+        yield from track(numbers, title, console=console)
         return
-    began = told = time.monotonic()
-    for number, group in enumerate(groups, 1):
-        yield group
-        now = time.monotonic()
+    began, told = time.monotonic(), -EVERY
+    for done, number in enumerate(numbers, 1):
+        yield number
+        now = time.monotonic() - began
         if now - told >= EVERY:
-            told = now
-            print(f"{title}: {number} of {len(groups)} blocks in {now - began:.0f} s.", file=sys.stderr, flush=True)
+            told, rest = now, len(numbers) - done
+            left = f", about {in_words(now / done * rest)} left" if rest else ""
+            text = f"{title}: {done} of {len(numbers)} blocks in {in_words(now)}{left}."
+            print(text, file=sys.stderr, flush=True)
 
 
-def _part(model: Any, calls: list[Call], blocks: Blocks | None, number: int) -> tuple[Any, list[Call]]:
-    """Return what is called to calibrate a block, and its calls: the block, or else the whole model."""
-    return (model, calls) if blocks is None else (blocks.module(number), blocks.calls(number))
+def in_words(duration: float) -> str:
+    """Return a duration in words.
+
+    >>> in_words(7.3), in_words(200), in_words(9000)
+    ('7 seconds', '3 minutes', '2.5 hours')
+    """
+    if duration < 90:
+        return f"{max(round(duration), 1)} seconds"
+    return f"{round(duration / 60)} minutes" if duration < 5400 else f"{duration / 3600:.1f} hours"
 
 
 def _blocks(
@@ -228,28 +286,29 @@ def _check_layers(chosen: list[Layer]) -> None:
 
 
 def _solve(
-    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver, errors: dict[str, tuple[float, float]]
-) -> jax.Array:  # fmt: skip
-    """Return the pruned kernel of a layer or of a stack, and write down the errors."""
-    assert inputs.moments is not None
+    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver
+) -> tuple[jax.Array, dict[str, tuple[float, float]]]:  # fmt: skip
+    """Return the pruned kernel of a layer or of a stack, and the errors of each layer."""
+    moments = inputs.squares if inputs.moments is None else inputs.moments
     weight, stack, axes = value(layer), len(layer.stack), axes_in(layer)
     parameter = stacked(layer, layer.origin).parameter
     values = np.asarray(parameter.apply(lambda w: w, weight), np.float64)
     order = [*range(stack), *(a + stack for part in axes for a in part)]
     moved = values.transpose(order)
     lead = moved.shape[: stack + len(axes.batch)]
-    matrices = moved.reshape(*lead, inputs.moments.shape[-1], -1)
+    matrices = moved.reshape(*lead, inputs.squares.shape[-1], -1)
     allowed = np.ones((), bool) if layer.mask is None else np.asarray(first(layer.mask, layer.stack), bool)  # of a conv
     allowed = np.broadcast_to(allowed, values.shape).transpose(order).reshape(matrices.shape)
     pruned = np.empty_like(matrices)
+    errors: dict[str, tuple[float, float]] = {}
     for index in np.ndindex(lead):
         name, w = layer.path + (f"[{','.join(map(str, index))}]" if lead else ""), matrices[index]
         try:
-            result = solver(w, inputs.moments[index], pattern.n, pattern.m)
+            result = solver(w, moments[index], pattern.n, pattern.m)
         except ValueError as error:
             raise ValueError(f"{name or 'the model'}: {error}") from error
         pruned[index] = np.where(allowed[index], result.weight, 0)
-        errors[name] = relative_error(w, pruned[index], inputs.moments[index]), result.magnitude_error
+        errors[name] = relative_error(w, pruned[index], moments[index]), result.magnitude_error
     made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
     hard = parameter.apply(lambda w, made: made.astype(w.dtype), weight, made, back=True)
-    return back(layer, hard).astype(layer.kernel.dtype)
+    return back(layer, hard).astype(layer.kernel.dtype), errors

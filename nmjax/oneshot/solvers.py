@@ -37,7 +37,7 @@ def magnitude(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Sol
 
     Args:
       w: The weight, [inputs, outputs].
-      moments: The second moments X'X of the inputs.
+      moments: The second moments X'X of the inputs; or only its diagonal, as if inputs had no correlation.
       n: The number of weights to keep in each group.
       m: The size of a group, along the inputs.
 
@@ -93,7 +93,8 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
     algorithm 1.
 
     Args:
-      w, moments, n, m: As in `magnitude`.
+      w, n, m: As in `magnitude`.
+      moments: The second moments X'X of the inputs, [inputs, inputs].
       damping: The share of the mean second moment that is added to each.
 
     Raises:
@@ -107,6 +108,8 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
     w, moments = _checked(w, moments, n, m)
     if damping <= 0:
         raise ValueError(f"damping must be positive, got {damping}.")
+    if moments.ndim == 1:
+        raise ValueError(f"moments are all second moments, [inputs, inputs], got {moments.shape}.")
     inputs = len(w)
     damped = _damped(moments, damping)
     # Row i is the first row of inv(damped[i:, i:]), divided by the root of its first entry.
@@ -142,7 +145,8 @@ def admm(
     norm 1. The mask is chosen again in each of the first steps, and then fixed.
 
     Args:
-      w, moments, n, m: As in `magnitude`.
+      w, n, m: As in `magnitude`.
+      moments: The second moments X'X of the inputs, [inputs, inputs].
       damping: The share of the mean second moment that is added to each.
       mask_steps: The number of steps in which the mask may change.
       fixed_steps: The number of steps after that.
@@ -156,6 +160,8 @@ def admm(
     w, moments = _checked(w, moments, n, m)
     if damping <= 0:
         raise ValueError(f"damping must be positive, got {damping}.")
+    if moments.ndim == 1:
+        raise ValueError(f"moments are all second moments, [inputs, inputs], got {moments.shape}.")
     damped = _damped(moments, damping)
     norms = np.sqrt(np.diag(damped))[:, None]
     scaled = damped / norms / norms.T
@@ -174,12 +180,16 @@ def admm(
 # ---- parts ----
 
 
+OF_NORMS = (magnitude, wanda, ria)  # the solvers that take the diagonal of the moments alone
+
+
 def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the arguments in float64, or refuse them."""
     w, moments = np.asarray(w, np.float64), np.asarray(moments, np.float64)
-    if w.ndim != 2 or moments.shape != (len(w), len(w)):
+    if w.ndim != 2 or moments.shape not in ((len(w), len(w)), (len(w),)):
         raise ValueError(
-            f"w has shape [inputs, outputs] and moments [inputs, inputs], got {w.shape} and {moments.shape}."
+            f"w has shape [inputs, outputs], and moments [inputs, inputs] or [inputs], got {w.shape} and "
+            f"{moments.shape}."
         )
     if not 1 <= n <= m or len(w) % m:
         raise ValueError(f"m must divide the {len(w)} inputs, and n must lie between 1 and m, got n={n} and m={m}.")
@@ -197,7 +207,7 @@ def _largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
 
 def _norms(moments: np.ndarray) -> np.ndarray:
     """Return the norms of the inputs as a column."""
-    norms = np.sqrt(np.diag(moments))
+    norms = np.sqrt(moments if moments.ndim == 1 else np.diag(moments))
     return np.where(norms > 0, norms, LEAST * norms.max() or 1.0)[:, None]
 
 
@@ -210,7 +220,8 @@ def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
 
 def relative_error(w: np.ndarray, pruned: np.ndarray, moments: np.ndarray) -> float:
     """Return ||XW - XP||^2 / ||XW||^2 of a weight and a pruned weight, for inputs with these second moments."""
-    return float(np.vdot(w - pruned, moments @ (w - pruned)) / (np.vdot(w, moments @ w) or 1.0))
+    times = lambda v: moments[:, None] * v if moments.ndim == 1 else moments @ v
+    return float(np.vdot(w - pruned, times(w - pruned)) / (np.vdot(w, times(w)) or 1.0))
 
 
 def _solved(

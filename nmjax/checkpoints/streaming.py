@@ -1,0 +1,357 @@
+"""Pruning of a checkpoint in its files, one block at a time.
+
+The files are copied, the copy is mapped into memory, and the parameters of the model are views of it, in the dtype of
+the file. A block is read when it is called; its pruned weights are written in place. So a model needs little more
+memory than a block of it. The copy becomes the new checkpoint by one rename. If the process is killed before, the same
+call goes on at the block where it was.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nmjax.checkpoints import models, tensors
+from nmjax.checkpoints.drafts import put, unfinished
+from nmjax.checkpoints.families import Family
+from nmjax.checkpoints.tensors import CheckpointError, Tensors
+from nmjax.checkpoints.torch_files import SUFFIXES
+from nmjax.core import layer_paths
+from nmjax.core.context import Ctx
+from nmjax.nnx.batches import Call
+from nmjax.nnx.calibration import axes_in
+from nmjax.nnx.layer import Layer
+from nmjax.nnx.layers import layers
+from nmjax.nnx.one_shot import Solver, Steps, hardened
+from nmjax.oneshot.solvers import OF_NORMS, magnitude
+from nmjax.pruners.magnitude import mse
+from nmjax.recipes.table import Recipe
+
+NOTE = ".pruning.json"  # in an unfinished copy: what is done to it
+CHUNK = 1 << 24  # values that are looked at together
+
+
+def prune(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], recipe: Recipe, batches: Iterable[Any] = (),
+    solver: Solver = magnitude, *, family: Family | None = None, memory: float = 8e9, overwrite: bool = False,
+    progress: bool = False,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
+    """Prune the blocks of a checkpoint in one shot, and write it to another folder, one block at a time.
+
+    The result is that of `nmjax.nnx.prune` for the model that `load` returns. Solvers that need only the norms of the
+    inputs, such as ``wanda``, get only these, and their errors are those of inputs without correlation.
+
+    Args:
+      source, family: The checkpoint, as in `load`.
+      target, overwrite: The folder to write to, as in `save`.
+      recipe, batches, solver: As in `nmjax.nnx.prune`. Without batches, weights are pruned by magnitude.
+      memory: The bytes of memory that it may take, beside the pages of the files. If the outputs of a block do not fit
+        into what a block leaves, they are kept in a file beside the target.
+      progress: As in `nmjax.nnx.prune`.
+
+    Returns:
+      The relative errors of the layers, as `nmjax.nnx.Pruned` has them; not those of blocks that an earlier call
+      pruned, which was killed. Without batches, NaN.
+
+    Raises:
+      CheckpointError: As `load` and `save`; the memory is too small for a block; the disk is too small for the copy; a
+        weight has NaN or infinity; files changed while they were read.
+      ValueError: As `nmjax.nnx.prune`.
+
+    >>> import nmjax as nm
+    >>> def by_wanda(source, target, batches):
+    ...     recipe = nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})
+    ...     return prune(source, target, recipe, batches, nm.oneshot.wanda)
+    """
+    calls = [Call.of(batch) for batch in batches]
+    if not calls and solver is not magnitude:
+        raise ValueError("prune: there are no batches, which only magnitude does without.")
+    asked = {"recipe": str(recipe), "solver": getattr(solver, "__name__", str(solver)), "data": _digest(calls)}
+    with _copied(source, target, asked, overwrite) as copy:
+        _check_finite(source, copy.tensors)
+        copy.note(copy.done)
+        model, given = _model(source, copy.tensors, family)
+        if not calls:
+            patterns: dict[str, Any] = {}
+            nnx.eval_shape(lambda model: patterns.update(hardened(model, recipe, Call((), {}))[1]), model)
+            for layer in layers(model):
+                if layer.path in patterns:
+                    pattern, shape = patterns[layer.path], layer.kernel.shape
+                    if shape[pattern.contracted[-1]] % pattern.m:
+                        raise CheckpointError(
+                            f"{source}: {layer.path} has shape {shape}, and {pattern.m} does not divide axis "
+                            f"{pattern.contracted[-1]}. Leave it out."
+                        )
+                    _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
+            return dict.fromkeys(patterns, (math.nan, math.nan))
+        steps, moments = Steps(model, recipe, calls), solver not in OF_NORMS
+        views = {path: _view(source, steps.layers[path].kernel_path, given) for path in steps.patterns}
+        _set_memory(steps, copy.folder, moments, memory)
+        if 0 < copy.done < len(steps.order):  # the next block may be half written
+            before = _model(source, models.opened(source), family)[1]
+            for path in steps.groups.get(steps.order[copy.done], ()):
+                views[path][...] = before[steps.layers[path].kernel_path]
+        for number in range(copy.done):
+            steps.run(number)
+        errors: dict[str, tuple[float, float]] = {}
+        for number in steps.shown(copy.done) if progress else range(copy.done, len(steps.order)):
+            for path, (kernel, found) in steps.solve(number, solver, moments).items():
+                views[path][...] = np.asarray(kernel).astype(views[path].dtype)
+                errors |= found
+            copy.note(number + 1)
+            steps.run(number)
+    if steps.few:
+        warnings.warn(steps.few_rows(), stacklevel=2)
+    return {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)}
+
+
+def prune_tensors(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], names: str, n: int, m: int, *, axis: int = -1,
+    overwrite: bool = False,
+) -> list[str]:  # fmt: skip
+    """Prune matrices of any safetensors checkpoint by magnitude, whatever the model is, and write it to another folder.
+
+    Args:
+      source: A file, an index or a folder.
+      target, overwrite: The folder to write to, as in `save`.
+      names: A regular expression of whole names of tensors.
+      n, m: The pattern.
+      axis: The axis of the groups: that of the inputs. torch keeps [outputs, inputs].
+
+    Returns:
+      The names of the tensors that were pruned.
+
+    Raises:
+      CheckpointError: No tensor has such a name; or one of them is no floating-point matrix, or m does not divide it.
+
+    >>> import tempfile
+    >>> from nmjax.checkpoints import read, write
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(folder + "/a.safetensors", {"w": np.array([[1, 2, 3, 4]], np.float32), "b": np.ones(3, np.float32)})
+    ...     prune_tensors(folder + "/a.safetensors", folder + "/pruned", "w", 2, 4)
+    ...     read(folder + "/pruned")["w"].tolist()
+    ['w']
+    [[0.0, 0.0, 3.0, 4.0]]
+    """
+    found = models.opened(source)
+    chosen = [name for name in found if re.fullmatch(names, name)]
+    if not chosen:
+        raise CheckpointError(
+            f"{source}: no tensor has a name that matches {names!r}. It has {', '.join(list(found)[:8])}."
+        )
+    whole = lambda name: len(found.shape(name)) == 2 and found.shape(name)[axis] % m == 0
+    floats = lambda name: not isinstance(found.dtype(name), str) and jnp.issubdtype(found.dtype(name), jnp.floating)
+    unfit = [f"{name} {found.dtype(name)} {found.shape(name)}" for name in chosen if not (whole(name) and floats(name))]
+    if unfit:
+        raise CheckpointError(
+            f"{source}: {m} must divide axis {axis} of matrices of floating-point numbers, and these are others: "
+            f"{'; '.join(unfit[:5])}. Name fewer tensors."
+        )
+    asked = {"names": names, "pattern": f"{n}:{m}", "axis": axis}
+    with _copied(source, target, asked, overwrite) as copy:
+        _check_finite(source, {name: copy.tensors[name] for name in chosen})
+        for name in chosen:
+            _by_magnitude(copy.tensors[name], n, m, axis)
+    return chosen
+
+
+# ---- the copy ----
+
+
+@dataclass
+class _Copy:
+    """The unfinished copy of a checkpoint.
+
+    Attributes:
+      folder: Its folder.
+      asked: What is done to it.
+      done: The number of blocks that are pruned.
+    """
+
+    folder: Path
+    asked: dict[str, Any]
+    done: int
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """Its tensors, which may be changed in place."""
+        return tensors.read(self.folder, writable=True)
+
+    def note(self, done: int) -> None:
+        """Note that so many blocks are pruned, when they are on the disk."""
+        for file, names in self.tensors.files.items():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+            mapped = _base(self.tensors[names[0]]) if names else None
+            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)  # the system keeps the pages as long as nobody needs their memory
+        self.done, note = done, self.folder / NOTE
+        new = note.with_suffix(".new")
+        new.write_text(json.dumps(self.asked | {"done": done}))
+        os.replace(new, note)
+
+
+@contextmanager
+def _copied(source: Any, target: Any, asked: dict[str, Any], overwrite: bool) -> Iterator[_Copy]:
+    """Copy a checkpoint, or open the copy that a killed process left. At the end it is put in the target's place."""
+    models.check_target(target, source, overwrite)
+    found, folder, before = models.opened(source), Path(target), _stamps(source)
+    asked = asked | {"source": {file.name: stamp for file, stamp in before.items()}}
+    with unfinished(folder) as draft:
+        note = draft / NOTE
+        left = json.loads(note.read_text()) if note.exists() else None
+        done = 0 if left is None else left.pop("done")
+        if left not in (None, json.loads(json.dumps(asked))):
+            other = next(name for name in asked if left.get(name) != asked[name])
+            raise CheckpointError(
+                f"{draft}: a call that was stopped began to prune with another {other}. Repeat it to go on, or remove "
+                "this folder."
+            )
+        copy = _Copy(draft, asked, done)
+        try:
+            if left is None:
+                _copy(found, draft)
+                copy.note(0)
+            yield copy
+            if _stamps(source) != before:
+                copy.done = 0
+                raise CheckpointError(f"{source}: the files changed while they were read. Nothing was written.")
+            copy.note(copy.done)
+            models.copy_texts(source, draft)
+        except Exception:
+            if not copy.done:  # otherwise the same call goes on
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+        note.unlink()
+        put(draft, folder)
+
+
+def _copy(found: Tensors, draft: Path) -> None:
+    """Copy the files of a checkpoint into a folder; those of torch as safetensors."""
+    size = sum(path.stat().st_size for path in found.files)
+    free = shutil.disk_usage(draft).free
+    if free < size:
+        raise CheckpointError(
+            f"{draft.parent}: the disk has {free:,} bytes left, and the new checkpoint takes {size:,}."
+        )
+    for path, names in found.files.items():
+        if path.suffix in SUFFIXES:
+            tensors.write(draft / models.file_name(path), {name: found[name] for name in names}, found.texts[path])
+        else:
+            shutil.copyfile(path, draft / path.name)
+    if found.index is not None:
+        shutil.copyfile(next(iter(found.files)).with_name(found.index), draft / found.index)
+
+
+def _stamps(source: Any) -> dict[Path, list[int]]:
+    """Return the size and the time of each file of a checkpoint."""
+    about = {path: path.stat() for path in models.opened(source).files}
+    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in about.items()}
+
+
+def _digest(calls: list[Call]) -> str:
+    """Return a text that identifies the arrays of calls."""
+    found = hashlib.sha256()
+    for call in calls:
+        for v in call.split()[0]:
+            found.update(f"{v.shape} {v.dtype} ".encode() + np.asarray(v).tobytes())
+    return found.hexdigest()[:16]
+
+
+# ---- the model ----
+
+
+def _model(source: Any, held: Tensors, family: Family | None) -> tuple[Any, dict[str, np.ndarray]]:
+    """Return the model of a checkpoint, and its parameters by path: views of the tensors, in their dtype.
+
+    It computes in float32.
+    """
+    options = {"family": family, "dtype": jnp.float32}
+    given = models.views(source, held, **options)
+    make = models.architecture(source, **options)
+    return models.made_of(make, given, nnx.Rngs(0), lambda v, dtype: v), given
+
+
+def _view(source: Any, path: str, given: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return a parameter, which must lie in the file as it is."""
+    if isinstance(_base(given[path]), np.ndarray):
+        raise CheckpointError(
+            f"{source}: {path} is several tensors of the file, which cannot be pruned in place. Use nm.nnx.prune."
+        )
+    return given[path]
+
+
+def _base(v: Any) -> Any:
+    """Return what holds the values of an array: the map of a file, or an array."""
+    while isinstance(v, np.ndarray) and v.base is not None:
+        v = v.base
+    return v
+
+
+def _check_finite(source: Any, held: Mapping[str, np.ndarray]) -> None:
+    """Refuse tensors with NaN or infinity."""
+    for name, v in held.items():
+        if jnp.issubdtype(v.dtype, jnp.floating) and v.size:
+            flat = v.reshape(-1)
+            if not all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK)):
+                raise CheckpointError(
+                    f"{source}: the weight {name} has NaN or infinity, so the model is damaged. `nmjax verify` lists "
+                    "all such tensors."
+                )
+
+
+def _by_magnitude(v: np.ndarray, n: int, m: int, axis: int) -> None:
+    """Prune an array in place, in parts along the other axis."""
+    moved = np.moveaxis(v, axis, -1)
+    step = max(1, CHUNK // moved[0].size) if moved.ndim > 1 else len(moved)
+    for i in range(0, len(moved), step):
+        moved[i : i + step] = np.asarray(mse(n, m)(jnp.asarray(moved[i : i + step]), -1, Ctx()))
+
+
+def _set_memory(steps: Steps, folder: Path, moments: bool, memory: float) -> None:
+    """Refuse a block that does not fit into the memory. Keep outputs in files if they would not fit beside it."""
+    if steps.blocks is None:  # the whole model is called
+        return
+    need = {group: sum(_bytes(steps.layers[path], moments) for path in paths) for group, paths in steps.groups.items()}
+    largest = max(need, key=lambda group: need[group])
+    spare = memory - need[largest]
+    if spare < 0:
+        raise CheckpointError(
+            f"{largest} takes {need[largest] / 1e9:.1f} GB of memory to prune, more than {memory / 1e9:.1f}. Write "
+            f"--memory {math.ceil(need[largest] / 1e9)}GB, or memory=... in Python."
+        )
+
+    def keep(outputs: list[Any]) -> list[Any]:  # both of this block and of the one before are there
+        fits = 2 * len(steps.calls) * sum(v.nbytes for v in outputs) <= spare
+        return list(outputs) if fits else [_on_disk(np.asarray(v), folder) for v in outputs]
+
+    steps.blocks.keep = keep
+
+
+def _bytes(layer: Layer, moments: bool) -> int:
+    """Return the bytes to prune a layer: of its weight in float32 and float64, and of the statistics of its input."""
+    features = math.prod(layer.product.rhs.shape[a] for a in axes_in(layer).features)
+    return 4 * layer.kernel.size + 8 * layer.kernel.size + 16 * (features**2 if moments else features)
+
+
+def _on_disk(v: np.ndarray, folder: Path) -> np.ndarray:
+    """Return an array in a file without a name, which is gone with the array."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(v.tobytes())
+        file.flush()
+        return np.memmap(file, v.dtype, "r", shape=v.shape)

@@ -1,0 +1,291 @@
+"""Checkpoints pruned in their files: the bits of the model's own pruning, killed and continued, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax import checkpoints
+from nmjax.checkpoints import streaming
+from nmjax.checkpoints.tensors import CheckpointError
+
+GOLDEN = Path(__file__).parent / "golden"
+RECIPE = nm.Recipe((("blocks/.*", "ste(2,4)"), (".*", "dense")))
+DEPTH = 3
+
+
+def llama(folder, dtype=np.float32, width=32, depth=DEPTH, hidden=64):
+    """Write a Llama as transformers does, in two files."""
+    config = {
+        "model_type": "llama", "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": hidden, "vocab_size": 48, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    rng, parts = np.random.default_rng(0), [{}, {}]
+    w = lambda *shape: (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(dtype)
+    one = np.ones(width, dtype)
+    parts[0]["model.embed_tokens.weight"] = w(48, width)
+    for i in range(depth):
+        shapes = {
+            **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (width, width)),
+            **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (width // 2, width)),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (hidden, width)), "mlp.down_proj": (width, hidden),
+        }  # fmt: skip
+        layer = {f"model.layers.{i}.{name}.weight": w(*shape) for name, shape in shapes.items()}
+        layer |= {f"model.layers.{i}.{name}_layernorm.weight": one for name in ("input", "post_attention")}
+        parts[i % 2] |= layer
+    parts[1] |= {"model.norm.weight": one, "lm_head.weight": w(48, width)}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for name, tensors in zip(names, parts, strict=True):
+        checkpoints.write(folder / name, tensors, {"format": "pt"})
+    where = {one: name for name, tensors in zip(names, parts, strict=True) for one in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def tokens():
+    return [jnp.asarray(np.random.default_rng(i).integers(0, 48, (2, 32))) for i in range(3)]
+
+
+def files(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["wanda", "ria", "sparsegpt"])
+@pytest.mark.slow
+def test_the_files_have_the_bits_of_the_pruned_model(name, tmp_path):
+    source, solver = llama(tmp_path / "dense"), getattr(nm.oneshot, name)
+    errors = checkpoints.prune(source, tmp_path / "streamed", RECIPE, tokens(), solver)
+    right = nm.nnx.prune(checkpoints.load(source), RECIPE, tokens(), solver)
+    checkpoints.save(tmp_path / "right", right.model, like=source)
+    found, wanted = checkpoints.read(tmp_path / "streamed"), checkpoints.read(tmp_path / "right")
+    assert list(found) == list(wanted)
+    for one in wanted:
+        np.testing.assert_array_equal(found[one], wanted[one], err_msg=one)
+    assert {path.name for path in (tmp_path / "streamed").iterdir()} == {path.name for path in source.iterdir()}
+    assert list(errors) == list(right.errors)
+    if name == "sparsegpt":
+        np.testing.assert_allclose([*errors.values()], [*right.errors.values()], rtol=1e-6)
+    assert checkpoints.verify(tmp_path / "streamed").holds
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_errors_of_norms_are_those_of_inputs_without_correlation():
+    rng = np.random.default_rng(0)
+    w, squares = rng.standard_normal((8, 3)), rng.uniform(0.5, 2, 8)
+    for solver in nm.oneshot.solvers.OF_NORMS:
+        a, b = solver(w, squares), solver(w, np.diag(squares))
+        np.testing.assert_array_equal(a.mask, b.mask)
+        assert a.error == pytest.approx(b.error, rel=1e-12)
+    for solver in (nm.oneshot.sparsegpt, nm.oneshot.admm):
+        with pytest.raises(ValueError, match=r"all second moments, \[inputs, inputs\], got \(8,\)"):
+            solver(w, squares)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "vit", "qwen3"])
+def test_magnitude_needs_no_data(kind, tmp_path):
+    checkpoints.prune(GOLDEN / kind, tmp_path / "streamed", RECIPE)
+    hard = nm.nnx.harden(nm.nnx.sparsify(checkpoints.load(GOLDEN / kind), RECIPE))
+    checkpoints.save(tmp_path / "right", hard, like=GOLDEN / kind)
+    found, wanted = checkpoints.read(tmp_path / "streamed"), checkpoints.read(tmp_path / "right")
+    for one in wanted:
+        np.testing.assert_array_equal(found[one], wanted[one], err_msg=one)
+
+
+@pytest.mark.slow
+def test_a_file_that_rounds_is_what_the_next_block_sees(tmp_path):
+    """The weights of a file in bfloat16 are rounded before their block runs: errors are those of the file."""
+    source = llama(tmp_path / "dense", jnp.bfloat16, depth=2)
+    errors = checkpoints.prune(source, tmp_path / "streamed", RECIPE, tokens(), nm.oneshot.sparsegpt)
+    first = nm.Recipe((("blocks/0/.*", "ste(2,4)"), (".*", "dense")))
+    checkpoints.prune(source, tmp_path / "first", first, tokens(), nm.oneshot.sparsegpt)
+    rest = nm.Recipe((("blocks/1/.*", "ste(2,4)"), (".*", "dense")))
+    again = checkpoints.prune(tmp_path / "first", tmp_path / "again", rest, tokens(), nm.oneshot.sparsegpt)
+    assert again == {path: error for path, error in errors.items() if path.startswith("blocks/1/")}
+    assert files(tmp_path / "again") == files(tmp_path / "streamed")
+
+
+# ---- killed ----
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from nmjax.checkpoints import streaming
+from tests.checkpoints import streaming_test as test
+from nmjax import checkpoints
+import nmjax as nm
+moment, note, solve = int(sys.argv[1]), streaming._Copy.note, streaming.Steps.solve
+count = 0
+def tick():
+    global count
+    if count == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+    count += 1
+def noted(copy, done):
+    tick()
+    note(copy, done)
+    tick()
+def solved(steps, *args):
+    found = solve(steps, *args)
+    for path, (kernel, errors) in found.items():  # some weights are written, and some not
+        tick()
+        yield path, (kernel, errors)
+class Items:
+    def __init__(self, found): self.found = found
+    def items(self): return self.found
+streaming._Copy.note = noted
+streaming.Steps.solve = lambda *args: Items(solved(*args))
+checkpoints.prune({source!r}, {target!r}, test.RECIPE, test.tokens(), nm.oneshot.sparsegpt)
+"""
+
+
+@pytest.mark.processes
+def test_killed_at_any_moment_it_goes_on(tmp_path):
+    """While it is copied, between weights of a block, before and after a note. What it ends with has the same bytes."""
+    source, target = llama(tmp_path / "dense", depth=2), tmp_path / "sparse"
+    checkpoints.prune(source, tmp_path / "right", RECIPE, tokens(), nm.oneshot.sparsegpt)
+    root = str(Path(__file__).parents[2])
+    code = KILLED.format(root=root, source=str(source), target=str(target))
+    run = lambda moment: subprocess.run([sys.executable, "-c", code, str(moment)], cwd=root, check=False).returncode
+    for moment in (0, 1, 3, 4, 8, 13):  # of each call, which begins with what the one before has left
+        assert run(moment) == -signal.SIGKILL
+        assert not target.exists()
+        assert (tmp_path / ".sparse.unfinished").is_dir()
+    assert run(-1) == 0
+    assert files(target) == files(tmp_path / "right")
+    assert not (tmp_path / ".sparse.unfinished").exists()
+
+
+def begun(source, target, recipe=RECIPE):
+    """Leave what a killed call leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming.Steps, "solve", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.prune(source, target, recipe, tokens(), nm.oneshot.wanda)
+
+
+@pytest.mark.slow
+def test_what_another_call_began_is_not_mixed(tmp_path):
+    source, target = llama(tmp_path / "dense", depth=1), tmp_path / "sparse"
+    begun(source, target)
+    other = nm.Recipe((("blocks/.*", "ste(1,4)"), (".*", "dense")))
+    for recipe, solver, batches, what in (
+        (other, nm.oneshot.wanda, tokens(), "recipe"),
+        (RECIPE, nm.oneshot.ria, tokens(), "solver"),
+        (RECIPE, nm.oneshot.wanda, tokens()[:2], "data"),
+    ):
+        with pytest.raises(CheckpointError, match=f"a call that was stopped began to prune with another {what}"):
+            checkpoints.prune(source, target, recipe, batches, solver)
+    os.utime(next(source.glob("*.safetensors")), (1, 1))
+    with pytest.raises(CheckpointError, match="with another source"):
+        checkpoints.prune(source, target, RECIPE, tokens(), nm.oneshot.wanda)
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    source, target = llama(tmp_path / "dense", depth=1), tmp_path / "sparse"
+    check = streaming._check_finite
+
+    def changing(*args):
+        os.utime(next(source.glob("*.safetensors")), (1, 1))
+        check(*args)
+
+    monkeypatch.setattr(streaming, "_check_finite", changing)
+    with pytest.raises(CheckpointError, match="the files changed while they were read. Nothing was written"):
+        checkpoints.prune(source, target, RECIPE)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_one_process_at_a_time(tmp_path):
+    source, target = llama(tmp_path / "dense", depth=1), tmp_path / "sparse"
+    code = "import sys, time; from pathlib import Path; from nmjax.checkpoints.drafts import unfinished\n"
+    code += "with unfinished(Path(sys.argv[1])): print('in', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"in\n"
+        with pytest.raises(BlockingIOError, match="another process makes this checkpoint"):
+            checkpoints.prune(source, target, RECIPE)
+        process.kill()
+    checkpoints.prune(source, target, RECIPE)
+
+
+# ---- memory and disk ----
+
+
+@pytest.mark.slow
+def test_outputs_that_do_not_fit_are_on_the_disk_and_change_nothing(tmp_path, monkeypatch):
+    source = llama(tmp_path / "dense", depth=2)
+    kept = []
+    on_disk = streaming._on_disk
+    monkeypatch.setattr(streaming, "_on_disk", lambda v, folder: kept.append(v.shape) or on_disk(v, folder))
+    checkpoints.prune(source, tmp_path / "a", RECIPE, tokens(), nm.oneshot.wanda)
+    assert not kept
+    needed = 12 * (3 * 32 * 64 + 2 * 32 * 32 + 2 * 16 * 32) + 16 * (6 * 32 + 64)
+    checkpoints.prune(source, tmp_path / "b", RECIPE, tokens(), nm.oneshot.wanda, memory=needed)
+    assert kept == [(2, 32, 32)] * 3  # of one block: no other needs those of the last
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    with pytest.raises(
+        CheckpointError, match=r"blocks/\d takes 0.0 GB of memory to prune, more than 0.0. Write --memory 1GB"
+    ):
+        checkpoints.prune(source, tmp_path / "c", RECIPE, tokens(), nm.oneshot.wanda, memory=needed - 1)
+    assert not (tmp_path / "c").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_copy(tmp_path, monkeypatch):
+    source = llama(tmp_path / "dense", depth=1)
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    usage = streaming.shutil.disk_usage
+    monkeypatch.setattr(streaming.shutil, "disk_usage", lambda path: usage(path)._replace(free=size - 1))
+    with pytest.raises(CheckpointError, match=f"has {size - 1:,} bytes left. The new checkpoint takes {size:,}"):
+        checkpoints.prune(source, tmp_path / "sparse", RECIPE)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+# ---- any file ----
+
+
+def test_tensors_of_any_file(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "decoder.w": rng.standard_normal((6, 8)).astype(jnp.bfloat16), "decoder.b": np.ones(8, np.float32),
+        "other": rng.standard_normal((8, 6)).astype(np.float32),
+    }  # fmt: skip
+    (tmp_path / "dense").mkdir()
+    checkpoints.write(tmp_path / "dense/model.safetensors", tensors)
+    (tmp_path / "dense/config.json").write_text('{"model_type": "of nobody"}')
+    assert checkpoints.prune_tensors(tmp_path / "dense", tmp_path / "out", r"decoder\.w", 1, 4) == ["decoder.w"]
+    found = checkpoints.read(tmp_path / "out")
+    groups = np.abs(tensors["decoder.w"].astype(np.float32)).reshape(6, 2, 4)
+    right = np.where(groups == groups.max(-1, keepdims=True), tensors["decoder.w"].reshape(6, 2, 4), 0).reshape(6, 8)
+    np.testing.assert_array_equal(found["decoder.w"], right.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(found["other"], tensors["other"])
+    assert (tmp_path / "out/config.json").read_text() == '{"model_type": "of nobody"}'
+    checkpoints.prune_tensors(tmp_path / "dense", tmp_path / "across", "other", 2, 4, axis=0)
+    assert nm.groups.is_nm(jnp.asarray(checkpoints.read(tmp_path / "across")["other"]), 2, 4, axis=0)
+    for names, axis, said in (
+        ("w", -1, "no tensor has a name that matches 'w'. It has decoder.w, decoder.b, other"),
+        ("decoder.*", -1, r"these are others: decoder.b float32 \(8,\)"),
+        ("other", -1, r"4 must divide axis -1 .*: other float32 \(8, 6\)"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            checkpoints.prune_tensors(tmp_path / "dense", tmp_path / "no", names, 2, 4, axis=axis)
+
+
+def test_large_arrays_are_pruned_in_parts(monkeypatch):
+    x = np.random.default_rng(0).standard_normal((7, 8)).astype(np.float32)
+    right = np.asarray(nm.mse(2, 4)(jnp.asarray(x), -1, nm.Ctx()))
+    monkeypatch.setattr(streaming, "CHUNK", 16)
+    whole = x.copy()
+    streaming._by_magnitude(whole, 2, 4, -1)
+    np.testing.assert_array_equal(whole, right)
+    across = np.ascontiguousarray(x.T)
+    streaming._by_magnitude(across, 2, 4, 0)
+    np.testing.assert_array_equal(across, right.T)
