@@ -148,6 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
     text = "prune these tensors of any safetensors file by magnitude, whatever its model is, instead of layers"
     pruned.add_argument("--tensors", metavar="REGEX", help=text)
+    text = "give hidden features and those of heads the order in which most is kept; the dense function stays the same"
+    pruned.add_argument("--permute", action="store_true", help=text)
     text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"
     pruned.add_argument("--axis", type=int, choices=(-2, -1, 0, 1), default=-1, help=text)
     text = (
@@ -264,6 +266,8 @@ def _prune(asked: argparse.Namespace) -> int:
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
     if asked.tensors and (asked.method != "magnitude" or asked.data):
         raise ValueError("--tensors prunes by magnitude, without data: write --method magnitude.")
+    if asked.permute and asked.data is None:
+        raise ValueError("--permute measures the inputs of layers. Add --data FILE.")
     source, overwrite = _folder(asked.path), asked.overwrite
     _check_target(Path(asked.out), source, overwrite)
     if asked.tensors:
@@ -296,7 +300,15 @@ def _prune(asked: argparse.Namespace) -> int:
             warnings.filterwarnings("ignore", "prune: the calibration data has fewer rows")
         solver = getattr(oneshot, asked.method)
         found = checkpoints.prune(
-            source, asked.out, recipe, batches, solver, memory=asked.memory, overwrite=overwrite, progress=True
+            source,
+            asked.out,
+            recipe,
+            batches,
+            solver,
+            permute=asked.permute,
+            memory=asked.memory,
+            overwrite=overwrite,
+            progress=True,
         )
     print(f"{asked.out}: {len(sizes)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
     errors = np.array(list(found.values()))

@@ -48,8 +48,8 @@ CHUNK = 1 << 24  # values that are looked at together
 
 def prune(
     source: str | os.PathLike[str], target: str | os.PathLike[str], recipe: Recipe, batches: Iterable[Any] = (),
-    solver: Solver = magnitude, *, family: Family | None = None, memory: float = 8e9, overwrite: bool = False,
-    progress: bool = False,
+    solver: Solver = magnitude, *, family: Family | None = None, permute: bool = False, memory: float = 8e9,
+    overwrite: bool = False, progress: bool = False,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Prune the blocks of a checkpoint in one shot, and write it to another folder, one block at a time.
 
@@ -59,7 +59,7 @@ def prune(
     Args:
       source, family: The checkpoint, as in `load`.
       target, overwrite: The folder to write to, as in `save`.
-      recipe, batches, solver: As in `nmjax.nnx.prune`. Without batches, weights are pruned by magnitude.
+      recipe, batches, solver, permute: As in `nmjax.nnx.prune`. Without batches, weights are pruned by magnitude.
       memory: The bytes of memory that it may take, beside the pages of the files. If the outputs of a block do not fit
         into what a block leaves, they are kept in a file beside the target.
       progress: As in `nmjax.nnx.prune`.
@@ -82,6 +82,7 @@ def prune(
     if not calls and solver is not magnitude:
         raise ValueError("prune: there are no batches, which only magnitude does without.")
     asked = {"recipe": str(recipe), "solver": getattr(solver, "__name__", str(solver)), "data": _digest(calls)}
+    asked |= {"order": permute}
     with _copied(source, target, asked, overwrite) as copy:
         _check_finite(source, copy.tensors)
         copy.note(copy.done)
@@ -100,18 +101,21 @@ def prune(
                     _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
             return dict.fromkeys(patterns, (math.nan, math.nan))
         steps, moments = Steps(model, recipe, calls), solver not in OF_NORMS
-        views = {path: _view(source, steps.layers[path].kernel_path, given) for path in steps.patterns}
+        written = [
+            path for path in given if permute or path in {steps.layers[one].kernel_path for one in steps.patterns}
+        ]
+        views = {path: _view(source, path, given) for path in written}
         _set_memory(steps, copy.folder, moments, memory)
-        if 0 < copy.done < len(steps.order):  # the next block may be half written
-            before = _model(source, models.opened(source), family)[1]
-            for path in steps.groups.get(steps.order[copy.done], ()):
-                views[path][...] = before[steps.layers[path].kernel_path]
+        if copy.continued and copy.done < len(steps.order):  # this block may be half written
+            before, block = _model(source, models.opened(source), family)[1], steps.order[copy.done]
+            for path in (path for path in views if f"{path}/".startswith(f"{block}/")):
+                views[path][...] = before[path]
         for number in range(copy.done):
             steps.run(number)
         errors: dict[str, tuple[float, float]] = {}
         for number in steps.shown(copy.done) if progress else range(copy.done, len(steps.order)):
-            for path, (kernel, found) in steps.solve(number, solver, moments).items():
-                views[path][...] = np.asarray(kernel).astype(views[path].dtype)
+            for path, (values, found) in steps.solve(number, solver, moments).items():
+                views[path][...] = np.asarray(values).astype(views[path].dtype)
                 errors |= found
             copy.note(number + 1)
             steps.run(number)
@@ -181,11 +185,13 @@ class _Copy:
       folder: Its folder.
       asked: What is done to it.
       done: The number of blocks that are pruned.
+      continued: True if an earlier call began it.
     """
 
     folder: Path
     asked: dict[str, Any]
     done: int
+    continued: bool
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -222,7 +228,7 @@ def _copied(source: Any, target: Any, asked: dict[str, Any], overwrite: bool) ->
                 f"{draft}: a call that was stopped began to prune with another {other}. Repeat it to go on, or remove "
                 "this folder."
             )
-        copy = _Copy(draft, asked, done)
+        copy = _Copy(draft, asked, done, left is not None)
         try:
             if left is None:
                 _copy(found, draft)

@@ -23,6 +23,7 @@ from nmjax.models.transformer import (
     wide_einsum,
     wide_precision,
 )  # fmt: skip
+from nmjax.oneshot.orders import FreeInputs
 
 SIZES = {  # sizes only; checkpoints.load also sets the norms and positions of each kind
     "tiny": {"width": 128, "depth": 4, "heads": 4, "kv_heads": 2, "hidden": 384},
@@ -136,6 +137,11 @@ class Attention(nnx.Module):
         self.scores = Scores(shape.heads, shape.features, shape.dtype) if shape.scores else None
         self.shape = shape
 
+    def free_inputs(self) -> list[FreeInputs]:
+        """Return the inputs of *out* that may change places: those of a head of values, for all heads that use it."""
+        kv_heads = self.shape.kv_heads
+        return [FreeInputs("out", ("value",), parts=kv_heads, uses=self.shape.heads // kv_heads)]
+
     def __call__(
         self, x: Float[Array, "batch time width"], visible: Bool[Array, "..."], tables: tuple[jax.Array, jax.Array]
     ) -> Float[Array, "batch time width"]:
@@ -163,6 +169,10 @@ class GatedMlp(nnx.Module):
         self.gate, self.up = make(shape.width, shape.hidden), make(shape.width, shape.hidden)
         self.down = make(shape.hidden, shape.width)
         self.activation = shape.activation
+
+    def free_inputs(self) -> list[FreeInputs]:
+        """Return the inputs of *down*, which may change places."""
+        return [FreeInputs("down", ("gate", "up"))]
 
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
         """Return the perceptron's output."""

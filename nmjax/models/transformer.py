@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from nmjax.fusing import fused
+from nmjax.oneshot.orders import FreeInputs
 from nmjax.policies import keep_sparse
 
 INIT = jax.nn.initializers.normal(0.02)  # as in BERT and GPT-2
@@ -143,6 +144,10 @@ class Attention(nnx.Module):
         self.scores = Scores(heads, width // heads, dtype) if scores else None
         self.heads, self.causal, self.dropout = heads, causal, dropout
 
+    def free_inputs(self) -> list[FreeInputs]:
+        """Return the inputs of *out* that may change places: those of a head."""
+        return [FreeInputs("out", ("value",), parts=self.heads)]
+
     def __call__(
         self,
         x: Float[Array, "batch time width"],
@@ -181,6 +186,10 @@ class Mlp(nnx.Module):
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
         self.activation, self.dropout = activation, dropout
+
+    def free_inputs(self) -> list[FreeInputs]:
+        """Return the inputs of *down*, which may change places."""
+        return [FreeInputs("down", ("up",))]
 
     def __call__(self, x: Float[Array, "... width"], key: jax.Array | None = None) -> Float[Array, "... width"]:
         """Return the perceptron's output, with dropout if there is a key."""

@@ -58,7 +58,7 @@ class Pruned(NamedTuple):
 
 def prune(
     model: Model, recipe: Recipe | Sparsity | str, batches: Iterable[Any], solver: Solver = sparsegpt, *,
-    in_turn: bool = True, progress: bool = False,
+    in_turn: bool = True, permute: bool = False, progress: bool = False,
 ) -> Pruned:  # fmt: skip
     """Prune the weights of a trained model without training, so that the outputs of its layers change little.
 
@@ -73,6 +73,9 @@ def prune(
         are called one after another. If that is not possible, for example in a scan or a checkpoint, the whole model is
         called for each block, and the progress bar says why. Blocks that are one stack are pruned together. Only the
         second moments of one block are in memory. False to calibrate all layers on the model before pruning, at once.
+      permute: True to give inputs whose order is free, of the layers of `nmjax.models`, the order in which the pattern
+        keeps most: hidden features of a perceptron, and features of a head of values. The dense function stays the
+        same. It needs ``in_turn``.
       progress: True to show a progress bar on stderr; where that is no terminal, a line every 30 seconds.
 
     Returns:
@@ -97,14 +100,14 @@ def prune(
     if not calls:
         raise ValueError("prune: there are no batches.")
     recipe = recipe if isinstance(recipe, Recipe) else Recipe({".*": recipe})
-    steps = Steps(model, recipe, calls, in_turn)
+    steps = Steps(model, recipe, calls, in_turn, permute)
     hard, _ = hardened(model, recipe, calls[0])  # its weights are replaced: a schedule that goes on does not matter
-    kernels = {layer.path: layer.kernel for layer in layers(hard)}
+    variables = [dict(parameters(one)) for one in (steps.model, hard)]
     errors: dict[str, tuple[float, float]] = {}
     for number in steps.shown() if progress else steps:
-        for path, (kernel, found) in steps.solve(number, solver).items():
-            write(steps.layers[path].kernel, kernel)
-            write(kernels[path], kernel)
+        for path, (values, found) in steps.solve(number, solver).items():
+            for own in variables:
+                write(own[path], values)
             errors |= found
         steps.run(number)
     if steps.few:
@@ -129,12 +132,19 @@ class Steps:
       model: The model without an earlier recipe. It shares the arrays of the one that was given.
       layers: Its layers, by path.
       patterns: The pattern of each layer that is pruned, by path.
-      order: The paths of the blocks, in the order of their calls.
+      order: The paths of the blocks, in the order of their calls, up to the last one that is pruned.
       few: The layers that have fewer rows than inputs, in words.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, calls: list[Call], in_turn: bool = True) -> None:
+    def __init__(
+        self, model: Any, recipe: Recipe, calls: list[Call], in_turn: bool = True, permute: bool = False
+    ) -> None:
         """Find the blocks. The arguments are those of `prune`."""
+        if permute and not (in_turn and any(hasattr(module, "free_inputs") for module in modules_of(model).values())):
+            raise ValueError(
+                "prune: permute=True needs in_turn=True, and modules with a method free_inputs, as nm.models have."
+            )
+        self.permute = permute
         args, options = calls[0]
         found: list[dict[str, Any]] = []
         nnx.eval_shape(lambda model: found.append(hardened(model, recipe, calls[0])[1]), model)
@@ -152,7 +162,8 @@ class Steps:
         self.blocks, self.title = None, "Pruning"
         if in_turn:
             self.blocks, self.title = _blocks(self.model, list(groups), list(self.groups), calls)
-        self.order = _in_order(self.model, self.groups, args, options) if self.blocks is None else self.blocks.paths
+        order = _in_order(self.model, self.groups, args, options) if self.blocks is None else self.blocks.paths
+        self.order = order[: max(order.index(group) for group in self.groups) + 1]
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.order)))
@@ -164,7 +175,7 @@ class Steps:
     def solve(
         self, number: int, solver: Solver, moments: bool = True
     ) -> dict[str, tuple[jax.Array, dict[str, tuple[float, float]]]]:
-        """Return the new kernel of each layer of a block that is pruned, and its errors.
+        """Return the new values of parameters of a block, by path, and the errors of layers that are pruned.
 
         Args:
           number: The number of the block.
@@ -181,18 +192,44 @@ class Steps:
         only = "|".join(map(re.escape, own.values()))
         inputs = calibrated(part, asked, self._measured, moments=moments, only=only)
         solved: dict[str, tuple[jax.Array, dict[str, tuple[float, float]]]] = {}
+        orders, moves = self._orders(part, begin, {path: inputs[inside] for path, inside in own.items()})
         for path, inside in own.items():
             found = inputs.pop(inside)
-            solved[path] = _solve(self.layers[path], found, self.patterns[path], solver)
+            order = orders.get(path)
+            solved[self.layers[path].kernel_path] = _solve(self.layers[path], found, self.patterns[path], solver, order)
             features = found.squares.shape[-1]
             if found.fewest < features:
                 of = "" if found.fewest == found.tokens else " of an expert"
                 self.few.append(f"{path or 'the model'}: {found.fewest:,} rows{of} for {features:,} inputs")
+        held = dict(parameters(self.model)) if moves else {}
+        for layer, outputs in moves.items():
+            for path in (path for path in held if path.startswith(f"{layer}/")):
+                values, errors = solved.get(path) or (jnp.asarray(held[path].get_value()), {})
+                solved[path] = values[..., outputs], errors
         return solved
 
+    def _orders(
+        self, part: Any, begin: str, inputs: dict[str, Inputs]
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the new order of the inputs of layers, and of the outputs of the layers whose outputs these are."""
+        orders: dict[str, np.ndarray] = {}
+        moves: dict[str, np.ndarray] = {}
+        for place, module in modules_of(part).items() if self.permute else ():
+            prefix = "/".join(filter(None, (begin, place)))
+            for free in module.free_inputs() if hasattr(module, "free_inputs") else ():
+                path = f"{prefix}/{free.layer}".lstrip("/")
+                if path in inputs:
+                    if inputs[path].squares.ndim > 1:
+                        raise ValueError(f"prune: {path} is a stack. permute=True needs blocks in a list: scan=False.")
+                    kernel, pattern = np.asarray(self.layers[path].kernel.get_value(), np.float64), self.patterns[path]
+                    scores = np.square(kernel) * inputs[path].squares[:, None]
+                    orders[path], of_outputs = free.orders(scores, pattern.n, pattern.m)
+                    moves |= {f"{prefix}/{name}".lstrip("/"): of_outputs for name in free.made_by}
+        return orders, moves
+
     def run(self, number: int) -> None:
-        """Compute the outputs of a block with the weights that it has now."""
-        if self.blocks is not None:
+        """Compute the outputs of a block with the weights that it has now, if a later one is pruned."""
+        if self.blocks is not None and number + 1 < len(self.order):
             self.blocks.run(number, self.blocks.calls(number))
 
     def few_rows(self) -> str:
@@ -285,20 +322,30 @@ def _check_layers(chosen: list[Layer]) -> None:
         raise ValueError("\n".join(wrong))
 
 
+def parameters(model: Any) -> Iterator[tuple[str, nnx.Variable[Any]]]:
+    """Yield the path and the variable of each parameter of a model."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param):
+            yield "/".join(map(str, path)), node
+
+
 def _solve(
-    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver
+    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver, order: np.ndarray | None
 ) -> tuple[jax.Array, dict[str, tuple[float, float]]]:  # fmt: skip
-    """Return the pruned kernel of a layer or of a stack, and the errors of each layer."""
+    """Return the pruned kernel of a layer or of a stack, and the errors of each layer. Its inputs get this order."""
     moments = inputs.squares if inputs.moments is None else inputs.moments
+    if order is not None:
+        moments = moments[order] if inputs.moments is None else moments[order][:, order]
     weight, stack, axes = value(layer), len(layer.stack), axes_in(layer)
     parameter = stacked(layer, layer.origin).parameter
     values = np.asarray(parameter.apply(lambda w: w, weight), np.float64)
-    order = [*range(stack), *(a + stack for part in axes for a in part)]
-    moved = values.transpose(order)
+    places = [*range(stack), *(a + stack for part in axes for a in part)]
+    moved = values.transpose(places)
     lead = moved.shape[: stack + len(axes.batch)]
     matrices = moved.reshape(*lead, inputs.squares.shape[-1], -1)
+    matrices = matrices if order is None else matrices[order]
     allowed = np.ones((), bool) if layer.mask is None else np.asarray(first(layer.mask, layer.stack), bool)  # of a conv
-    allowed = np.broadcast_to(allowed, values.shape).transpose(order).reshape(matrices.shape)
+    allowed = np.broadcast_to(allowed, values.shape).transpose(places).reshape(matrices.shape)
     pruned = np.empty_like(matrices)
     errors: dict[str, tuple[float, float]] = {}
     for index in np.ndindex(lead):
@@ -309,6 +356,6 @@ def _solve(
             raise ValueError(f"{name or 'the model'}: {error}") from error
         pruned[index] = np.where(allowed[index], result.weight, 0)
         errors[name] = relative_error(w, pruned[index], moments[index]), result.magnitude_error
-    made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
+    made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(places)), weight.dtype)
     hard = parameter.apply(lambda w, made: made.astype(w.dtype), weight, made, back=True)
     return back(layer, hard).astype(layer.kernel.dtype), errors

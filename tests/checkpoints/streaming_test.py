@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,11 +106,11 @@ def test_magnitude_needs_no_data(kind, tmp_path):
 def test_a_file_that_rounds_is_what_the_next_block_sees(tmp_path):
     """The weights of a file in bfloat16 are rounded before their block runs: errors are those of the file."""
     source = llama(tmp_path / "dense", jnp.bfloat16, depth=2)
-    errors = checkpoints.prune(source, tmp_path / "streamed", RECIPE, tokens(), nm.oneshot.sparsegpt)
-    first = nm.Recipe((("blocks/0/.*", "ste(2,4)"), (".*", "dense")))
-    checkpoints.prune(source, tmp_path / "first", first, tokens(), nm.oneshot.sparsegpt)
-    rest = nm.Recipe((("blocks/1/.*", "ste(2,4)"), (".*", "dense")))
-    again = checkpoints.prune(tmp_path / "first", tmp_path / "again", rest, tokens(), nm.oneshot.sparsegpt)
+    first, rest = (nm.Recipe(((f"blocks/{i}/.*", "ste(2,4)"), (".*", "dense"))) for i in range(2))
+    with jax.numpy_dtype_promotion("standard"):  # as people have it: norms of the file are in bfloat16 too
+        errors = checkpoints.prune(source, tmp_path / "streamed", RECIPE, tokens(), nm.oneshot.sparsegpt)
+        checkpoints.prune(source, tmp_path / "first", first, tokens(), nm.oneshot.sparsegpt)
+        again = checkpoints.prune(tmp_path / "first", tmp_path / "again", rest, tokens(), nm.oneshot.sparsegpt)
     assert again == {path: error for path, error in errors.items() if path.startswith("blocks/1/")}
     assert files(tmp_path / "again") == files(tmp_path / "streamed")
 
@@ -152,10 +153,13 @@ checkpoints.prune({source!r}, {target!r}, test.RECIPE, test.tokens(), nm.oneshot
 def test_killed_at_any_moment_it_goes_on(tmp_path):
     """While it is copied, between weights of a block, before and after a note. What it ends with has the same bytes."""
     source, target = llama(tmp_path / "dense", depth=2), tmp_path / "sparse"
-    checkpoints.prune(source, tmp_path / "right", RECIPE, tokens(), nm.oneshot.sparsegpt)
     root = str(Path(__file__).parents[2])
-    code = KILLED.format(root=root, source=str(source), target=str(target))
-    run = lambda moment: subprocess.run([sys.executable, "-c", code, str(moment)], cwd=root, check=False).returncode
+
+    def run(moment, target=target):
+        code = KILLED.format(root=root, source=str(source), target=str(target))
+        return subprocess.run([sys.executable, "-c", code, str(moment)], cwd=root, check=False).returncode
+
+    assert run(-1, tmp_path / "right") == 0
     for moment in (0, 1, 3, 4, 8, 13):  # of each call, which begins with what the one before has left
         assert run(moment) == -signal.SIGKILL
         assert not target.exists()
@@ -244,7 +248,7 @@ def test_a_disk_that_is_too_small_is_told_before_the_copy(tmp_path, monkeypatch)
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     usage = streaming.shutil.disk_usage
     monkeypatch.setattr(streaming.shutil, "disk_usage", lambda path: usage(path)._replace(free=size - 1))
-    with pytest.raises(CheckpointError, match=f"has {size - 1:,} bytes left. The new checkpoint takes {size:,}"):
+    with pytest.raises(CheckpointError, match=f"has {size - 1:,} bytes left, and the new checkpoint takes {size:,}"):
         checkpoints.prune(source, tmp_path / "sparse", RECIPE)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 

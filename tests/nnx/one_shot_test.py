@@ -1,5 +1,7 @@
 """One-shot pruning of layers that are not plain: stacks, masked convolutions and experts."""
 
+from operator import attrgetter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ from nmjax.models.moe import Experts
 from nmjax.nnx import one_shot
 
 RNG = np.random.default_rng(0)
+LINEAR = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+BLOCKS = nm.Recipe((("blocks/.*", "ste(2,4)"), (".*", "dense")))
 
 
 class Transposed(nnx.Module):
@@ -101,3 +105,50 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(every, capsy
     assert [line[: len("Pruning: 1 of 3 blocks in ")] for line in err.splitlines()] == told
     nm.nnx.prune(model, "ste(2,4)", [x])
     assert capsys.readouterr() == ("", "")
+
+
+# ---- the order of inputs ----
+
+
+def dense_twin(kind):
+    size = {"vocabulary": 40, "length": 32, "width": 32, "depth": 2, "rngs": nnx.Rngs(0)}
+    if kind == "gpt":
+        return nm.models.GPT(heads=4, hidden=64, **size)
+    return nm.models.Decoder(heads=4, kv_heads=2, features=8, hidden=64, **size)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "decoder"])
+@pytest.mark.slow
+def test_an_order_changes_no_function_and_keeps_more(kind):
+    """A solver that prunes nothing shows the order alone: the outputs are those of the dense model."""
+    model, x = dense_twin(kind), jax.random.randint(jax.random.key(1), (4, 32), 0, 40)
+    nothing = lambda w, moments, n, m: oneshot.Solved(np.asarray(w), np.ones(w.shape, bool), 0.0, 0.0)
+    moved = nm.nnx.prune(model, BLOCKS, [x], nothing, permute=True).model
+    np.testing.assert_allclose(moved(x), model(x), rtol=1e-4, atol=1e-5)
+    for name in ("mlp.down", "attention.out", "mlp.up", "attention.value"):
+        own, other = (np.asarray(attrgetter(f"{name}.kernel")(one.blocks[0])[...]) for one in (model, moved))
+        assert (own != other).any(), name
+        np.testing.assert_array_equal(np.sort(own.ravel()), np.sort(other.ravel()))
+    lost = {False: [], True: []}  # what wanda loses of its own score, layer by layer
+    for permute, own in lost.items():
+
+        def solver(w, moments, n, m, own=own):
+            own.append(oneshot.wanda(w, np.diag(moments), n, m).error)
+            return oneshot.sparsegpt(w, moments, n, m)
+
+        hard = nm.nnx.prune(model, nm.Recipe({"blocks/0/.*": "ste(2,4)", ".*": "dense"}), [x], solver, permute=permute)
+        assert all(v is None or not v for v in nm.nnx.violations(hard.model).values())
+    less = [b / a for a, b in zip(*lost.values(), strict=True)]
+    assert sorted(less)[-4 - (kind == "decoder") :] == pytest.approx([1] * (4 + (kind == "decoder")))
+    assert max(sorted(less)[:2]) < 0.99
+
+
+def test_an_order_needs_modules_that_list_free_inputs():
+    for in_turn in (True, False):
+        with pytest.raises(ValueError, match="permute=True needs in_turn=True, and modules with a method free_inputs"):
+            nm.nnx.prune(
+                nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "ste(2,4)", [jnp.ones((9, 8))], permute=True, in_turn=in_turn
+            )
+    stack = nm.models.GPT(heads=2, hidden=8, vocabulary=8, length=8, width=8, depth=2, scan=True, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="is a stack. permute=True needs blocks in a list: scan=False"):
+        nm.nnx.prune(stack, BLOCKS, [jnp.zeros((4, 8), int)], permute=True)
