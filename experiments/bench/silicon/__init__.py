@@ -24,7 +24,7 @@ from typing import Any
 from experiments import files
 from experiments.bench.measure import Table
 from experiments.bench.silicon import sources
-from experiments.bench.silicon.processes import Processes, gpu_state, processes
+from experiments.bench.silicon.processes import Processes, gpu_state
 from experiments.bench.silicon.rows import PARTS, ROWS, Row
 from experiments.errors import Failed, Mistake
 from nmjax.kernels import measured
@@ -59,7 +59,7 @@ def silicon(out: Path | None, ship: Path | None, minutes: float, parts: str) -> 
     if out is None:
         raise Mistake("silicon: write --out DIR, the folder of its results.")
     out.mkdir(parents=True, exist_ok=True)
-    with processes(out) as machine:
+    with Processes(out) as machine:
         end = machine.now() + 60 * minutes
         here = about(machine)
         refuse_parts(some, here)

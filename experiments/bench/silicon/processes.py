@@ -7,10 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 from experiments.bench import turns
 from nmjax.kernels import measured
@@ -27,7 +26,7 @@ class _Running(NamedTuple):
 
 
 class Processes:
-    """Runs rows in processes. A process that dies or hangs is a result, too.
+    """Runs rows in processes. A process that dies or hangs is a result, too. At the end of the context all are ended.
 
     Args:
       out: The folder of the results.
@@ -63,8 +62,11 @@ class Processes:
                 return found
             time.sleep(0.1)
 
-    def end(self) -> None:
-        """End all rows that are running."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the rows that are running."""
         for name in list(self._running):
             self._end(name)
 
@@ -92,16 +94,6 @@ def _read(file: IO[bytes]) -> str:
     with file:
         file.seek(0)
         return file.read().decode(errors="replace")
-
-
-@contextmanager
-def processes(out: Path) -> Iterator[Processes]:
-    """Give processes for rows, and end at the end those that are still running."""
-    rows = Processes(out)
-    try:
-        yield rows
-    finally:
-        rows.end()
 
 
 def gpu_state() -> dict[str, str]:
