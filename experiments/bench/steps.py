@@ -145,12 +145,13 @@ def step(
         new = jax.jit(lambda *given: update(*given), donate_argnums=0, compiler_options=cublas_only())
         return new.lower(shapes, batch)
 
-    start = time.perf_counter()
-    lowered = trace()
-    tracing = time.perf_counter() - start
+    with turns.tracing():
+        start = time.perf_counter()
+        lowered = trace()
+        took = time.perf_counter() - start
     with turns.alone():  # XLA times its own products when it compiles them
         start = time.perf_counter()
         compiled = lowered.compile()
-        took = tracing + time.perf_counter() - start
+        took += time.perf_counter() - start
     memory = compiled.memory_analysis().temp_size_in_bytes
     return Step(going_on(compiled, state, batch), memory, took, trace, layers, compiled.as_text)

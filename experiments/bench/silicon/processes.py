@@ -41,7 +41,7 @@ class Processes:
         command = [sys.executable, "-m", "experiments.bench.silicon", name, str(os.getpid())]
         environment = os.environ | {"XDG_CACHE_HOME": str(self.out)}  # of tables of tiles, and of the check
         environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", turns.FOLDER: str(self.out / "turns")}
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # a step of GPT-2 needs 60 GB
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # dense GPT-2 takes 60 GB
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(measured.own_tables().parent / "programs"))
         environment["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]  # one GPU
         environment.setdefault("NPROC", "16")  # threads of XLA, which the interpreter blocks
