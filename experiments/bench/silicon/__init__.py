@@ -229,13 +229,10 @@ def old_driver(driver: str) -> str:
 
 def refuse_parts(some: Sequence[str], here: Mapping[str, Any]) -> None:
     """Raise a `Mistake` if some parts are for Hopper GPUs, and this is another."""
-    parts = [part for part in some if not PARTS[part].every]
-    if parts and here["family"] != "hopper":
+    if here["family"] != "hopper" and not all(PARTS[part].every for part in some):
         every = ",".join(part for part in PARTS if PARTS[part].every)
-        raise Mistake(
-            f"silicon: {here['device']} is not a Hopper GPU (H100, H200), and {', '.join(parts)} are measured on those "
-            f"only: write --parts={every}."
-        )
+        what = f"is not a Hopper GPU (H100, H200), which most parts need: write --parts={every}."
+        raise Mistake(f"silicon: {here['device']} {what}")
 
 
 # ---- what was found ----

@@ -1,6 +1,6 @@
 """The rows of ``bench silicon``. Each is a function of the device, in order from the simplest to the largest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ class Part(NamedTuple):
     """A part of the queue.
 
     Attributes:
-      minutes: Its slice of time. Rows of it that are left when the slice is over come after all other parts.
+      minutes: Its slice of time. Rows of it that are left when the slice is over come after all other parts; with a
+        slice of 0 all of them do.
       at_once: The number of rows that run side by side.
       every: Whether it is of every family of GPUs, or of Hopper only.
     """
@@ -50,6 +51,7 @@ PARTS = {  # in the order of their value. Together they take three commands of n
     "tiles": Part(4, 6, every=True),
     "peers": Part(2, 1),
     "studies": Part(3, 1),
+    "again": Part(0, 2),  # steps, with the tiles that were found since
 }
 
 
@@ -336,22 +338,22 @@ def _form(shape: Shape) -> tuple[str, ...]:
     return (FP8,) if shape.itemsize == 1 else (check.layout_kind(shape),)
 
 
-def _steps() -> dict[str, Row]:
+def _steps(part: str, methods: Sequence[str], tiles: str = "") -> dict[str, Row]:
     """Return the rows of whole steps: all of the block 4096 wide, and then those of the models, method by method."""
     models = list(zip(steps.LARGE.items(), steps.SMALL, strict=True))
     found = {}
     for own in (models[2:], models[:2]):
-        for method in [name for name in programs.METHODS if name != "dense"]:
+        for method in methods:
             for (model, large), small in own:
                 if "FP8" not in method or not model.startswith("ViT"):  # 128 does not divide its tokens
-                    run = partial(programs.step, large, small, method, True)
-                    found[f"step of {model}: {method}"] = Row("steps", run, (), (), 240, method * (method != "S-STE"))
+                    run, alike = partial(programs.step, large, small, method, True), method * (method != "S-STE")
+                    found[f"step of {model}: {method}{tiles}"] = Row(part, run, (), (), 240, alike + tiles)
     return found
 
 
 ROWS: dict[str, Row] = {
     "the check before use": Row("check", _check, seconds=360),
-    **_steps(),
+    **_steps("steps", [method for method in programs.METHODS if method != "dense"]),
     **{
         f"feed-forward, {width} wide, {method}": Row(
             "blocks",
@@ -433,4 +435,5 @@ ROWS: dict[str, Row] = {
         for (n, kind), shape in SQUARES.items()
     },
     **{name: Row("studies", partial(programs.study, name), seconds=240, alike="studies") for name in programs.STUDIES},
+    **_steps("again", ("S-STE", "S-STE FP8"), ", with the tiles of this run"),
 }  # fmt: skip
