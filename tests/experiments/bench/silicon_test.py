@@ -1,4 +1,4 @@
-"""The first run on a GPU: a row that dies costs one row, and the command goes on where it was stopped."""
+"""The queue for a GPU: its order and its slices by a simulated clock; killed and continued; rows that die."""
 
 import contextlib
 import json
@@ -539,17 +539,47 @@ def test_results_may_be_off_by_a_hundredth_of_the_largest(factor, said):
     assert rows._said(wanted * [1, factor], wanted).startswith(said)
 
 
-@pytest.mark.slow
+STUB = """
+import json, os, sys, time
+if len(sys.orig_argv) > 4 and sys.orig_argv[2] == "experiments.bench.silicon":
+    name, parent = sys.orig_argv[3:5]
+    if name == "about":
+        print(json.dumps({about}))
+    else:
+        open(os.environ["XDG_CACHE_HOME"] + "/began", "a").write(name + chr(10))
+        time.sleep(0.2)
+        if os.getppid() == int(parent):
+            print(json.dumps(dict(result="right")), flush=True)
+    os._exit(0)
+"""
+
+
 @pytest.mark.processes
-def test_killed_at_ten_random_moments_it_comes_to_its_end(tmp_path):
-    """In the interpreter. No row is lost, and none runs twice."""
-    command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "60"]
+def test_killed_at_ten_moments_with_rows_in_processes_it_comes_to_its_end(tmp_path, monkeypatch):
+    """Rows that only wait stand for those of a GPU. No row is lost; those that ran when it was killed begin again."""
+    about = {**HERE, "family": "hopper"}
+    (tmp_path / "sitecustomize.py").write_text(STUB.replace("{about}", repr(about)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "5"]
+    written, draw = lambda: len(files.lines(tmp_path / "rows.jsonl")), random.Random(1)
     for _ in range(10):
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        time.sleep(random.uniform(4, 25))
-        run.kill()  # it alone: the process of its row has to end by itself
+        run, wanted = subprocess.Popen(command, stdout=subprocess.DEVNULL), written() + draw.randint(1, 10)
+        assert eventually(lambda wanted=wanted: written() >= wanted)
+        run.kill()  # it alone: the processes of its rows have to end by themselves
         run.wait()
         assert eventually(lambda: not rows_running(tmp_path))
+    assert wanted < len(rows.ROWS)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Nothing is left." in done.stdout
+    assert sorted(line["row"] for line in files.lines(tmp_path / "rows.jsonl")) == sorted(rows.ROWS)
+    most = max(part.at_once for part in rows.PARTS.values())
+    assert len((tmp_path / "began").read_text().splitlines()) <= len(rows.ROWS) + 10 * most
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_in_the_interpreter_all_rows_are_right(tmp_path):
+    command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "60"]
     assert subprocess.run(command, capture_output=True, check=True)
     lines = files.lines(tmp_path / "rows.jsonl")
     assert sorted(line["row"] for line in lines) == sorted(rows.ROWS)
