@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,7 @@ def step(large: steps.Model, small: steps.Model, method: str, train: bool, devic
 
 # ---- the breakdown of a step ----
 
-PRODUCTS = re.compile(r"_spmm|gemm|nvjet|xmma|cutlass|cublas|dot_general|conv_general_dilated")
-PACKING = re.compile("nm_pack")
+PRODUCTS = re.compile("_spmm|gemm|nvjet|xmma|cutlass|cublas|splitK|cudnn")  # names of our kernels and of NVIDIA's
 
 
 def part_of(kernel: str, op_name: str) -> str:
@@ -73,40 +72,42 @@ def part_of(kernel: str, op_name: str) -> str:
 
     Packing is all that a slot does: it prunes, packs and rounds to FP8.
 
+    Args:
+      kernel: Its name.
+      op_name: The scopes of its instruction, or "".
+
     >>> part_of("hopper_spmm_mosaic_gpu_kernel", ""), part_of("loop_add_fusion_3", "jit(f)/jvp(up)/y_w/add")
     ('products', 'packing')
     """
-    if PRODUCTS.search(kernel) or (PRODUCTS.search(op_name) and not breakdown.slots_of(op_name)):
+    if PRODUCTS.search(kernel):
         return "products"
-    return "packing" if PACKING.search(kernel) or breakdown.slots_of(op_name) else "rest"
+    return "packing" if "nm_pack" in kernel or breakdown.slots_of(op_name) else "rest"
 
 
 def parts(trace: Any, program: str) -> dict[str, float]:
     """Return the seconds of each part in a trace of a GPU. Kernels that run at the same time share it.
 
-    A kernel has the name of its instruction, or says which one it is; one that a CUDA graph launches only has a name.
+    A kernel says which instruction it belongs to, or has its name. Of those that a CUDA graph launches, only the names
+    tell anything.
 
     Args:
       trace: A `jax.profiler.ProfileData`.
       program: The text of the compiled program.
     """
     named = {name.replace(".", "_"): found.op_name for name, found in breakdown.instructions(program).items()}
-    ops = [
-        breakdown.Op(part_of(event.name, named.get(_instruction(event), "")), begin, begin + event.duration_ns)
-        for event, begin in _events(trace)
-    ]
+    ops = []
+    for event in _events(trace):
+        own = (str(name).replace(".", "_") for name in (dict(event.stats).get("hlo_op"), event.name))
+        part = part_of(event.name, next((named[name] for name in own if named.get(name)), ""))
+        ops.append(breakdown.Op(part, event.start_ns, event.start_ns + event.duration_ns))
     times = breakdown.shared(ops, ()).ops
     return {part: times.get(part, 0.0) / 1e9 for part in ("products", "packing", "rest")} if times else {}
 
 
-def _events(trace: Any) -> Iterable[tuple[Any, float]]:
+def _events(trace: Any) -> Iterator[Any]:
     for plane in trace.planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-            yield from ((event, event.start_ns) for event in line.events if line.name.startswith("Stream"))
-
-
-def _instruction(event: Any) -> str:
-    return str(dict(event.stats).get("hlo_op", event.name)).replace(".", "_")
+            yield from line.events if line.name.startswith("Stream") else ()
 
 
 def _shares(made: steps.Step) -> str:

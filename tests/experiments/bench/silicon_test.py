@@ -296,7 +296,7 @@ GPU = Target("NVIDIA H200", "hopper", 132)
 
 
 def test_the_breakdown_of_a_step_is_that_of_its_kernels():
-    """Names of kernels of a graph, which say no instruction, and those that do. Two at once share their time."""
+    """Kernels of a graph, which say no instruction or the graph, and those that do. Two at once share their time."""
     event = lambda name, begin, took, **stats: SimpleNamespace(
         name=name, start_ns=begin, duration_ns=took, stats=stats.items()
     )
@@ -312,7 +312,7 @@ ENTRY %main {
         event("hopper_spmm_mosaic_gpu_kernel", 0, 10e9),
         event("nvjet_hsh_128x256", 10e9, 5e9, hlo_op="custom-call.7"),
         event("nm_pack_mosaic_gpu_kernel", 15e9, 4e9),
-        event("fusion_1", 19e9, 1e9),
+        event("fusion_1", 19e9, 1e9, hlo_op="command_buffer_2"),
         event("loop_add_fusion", 20e9, 2e9, hlo_op="fusion.2"),
         event("MemcpyD2D", 30e9, 1e9),
     ]
