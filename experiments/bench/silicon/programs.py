@@ -44,8 +44,10 @@ def step(large: steps.Model, small: steps.Model, method: str, train: bool, devic
     for name in dict.fromkeys(("dense", *(["dense FP8"] if "FP8" in method and not device.interpret else []), method)):
         recipe = steps.recipe(METHODS[name], "auto" if name == "dense" else backend)
         made[name] = steps.step(make(), example, recipe, train)
-    ways = Counter(route.how for layer in made[method].layers for _, route in layer.runs)
-    products = f"products: {', '.join(f'{count} {how}' for how, count in ways.items())}"
+    routes = [route for layer in made[method].layers for _, route in layer.runs]
+    products = ", ".join(f"{count} {how}" for how, count in Counter(route.how for route in routes).items())
+    known = {row.shape for row in measured.table(device.kind)}
+    products = f"products: {products}, {sum(route.shape in known for route in routes)} with tiles of a table"
     with turns.alone():  # a step may need most of the memory
         losses = [float(jax.tree.leaves(each.call())[0]) for each in made.values()]
         if not np.isfinite(losses).all():
