@@ -66,10 +66,10 @@ def silicon(out: Path | None, ship: Path | None, minutes: float, parts: str) -> 
         done, stale = kept(out / "rows.jsonl", here)
         if stale:
             print(f"{out / 'rows.jsonl'}: {stale} Their rows run again, and the table does not have them.", flush=True)
-        for name, line in queue(some, done, machine, end, here):
-            done[name] = line
+        for line in queue(some, done, machine, end, here):
+            done[line["row"]] = line
             files.append(out / "rows.jsonl", lambda _, line=line: [line])
-            print(f"{line['part']}: {name}: {line['result']}\n  {left(some, done)}", flush=True)
+            print(f"{line['part']}: {line['row']}: {line['result']}\n  {left(some, done)}", flush=True)
             files.replace(out / "silicon.md", f"# silicon\n\n{here['machine']}\n\n{_table(done, here)}")
     yield _table(done, here)
 
@@ -107,8 +107,8 @@ def left(some: Sequence[str], done: Mapping[str, Line]) -> str:
 
 def queue(
     some: Sequence[str], done: Mapping[str, Line], machine: Processes, end: float, here: Mapping[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """Run rows, some at once, and yield each with its line. The caller adds it to the lines of the rows that are done.
+) -> Iterator[Line]:  # fmt: skip
+    """Run rows, some at once, and yield the line of each. The caller adds it to the lines of the rows that are done.
 
     A row waits for the rows that prove what it needs. A row that fails beside others runs again alone: they may have
     taken its time or its memory. At the end of the time, no row begins.
@@ -120,18 +120,8 @@ def queue(
       end: The end of the time on the clock of the machine.
       here: What `about` has found.
     """
-    todo = [
-        name for part in PARTS for name, row in ROWS.items() if row.part == part and part in some and name not in done
-    ]
-    running, alone, since = [], set(), machine.now()
-
-    def line(name: str, found: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        nonlocal since
-        now, before = machine.now(), since
-        since = now
-        about_it = {"row": name, "part": ROWS[name].part, "proves": ROWS[name].proves, **own(name, here), **found}
-        return name, about_it | {"cost": round(now - before, 1), "ended": time.strftime("%Y-%m-%dT%H:%M:%S")}
-
+    todo = [name for name, row in ROWS.items() if row.part in some and name not in done]
+    running, alone, since = [], set(), machine.now()  # since: the time up to which lines count it as their cost
     while True:
         now = machine.now()
         name = _next(todo, running, alone, done, here["simulated"]) if now <= end else None
@@ -139,7 +129,7 @@ def queue(
             todo.remove(name)
             refusal = _refusal(ROWS[name], done, here)
             if refusal is not None:
-                yield line(name, {"result": refusal})
+                yield _line(name, {"result": refusal}, here, 0.0)
                 continue
             most = INTERPRETED if here["simulated"] else ROWS[name].seconds
             machine.start(name, min(most, end - now))
@@ -153,24 +143,32 @@ def queue(
                 if beside and found["result"].startswith(("stopped", "failed")):
                     alone.add(name)
                     todo.append(name)
-                else:
-                    yield line(name, found)
+                    continue
+                since, before = machine.now(), since
+                yield _line(name, found, here, since - before)
         else:
             return
+
+
+def _line(name: str, found: Line, here: Mapping[str, Any], cost: float) -> Line:
+    """Return the line of a row, with the seconds that it takes of the slice of its part."""
+    row = {"row": name, "part": ROWS[name].part, "proves": ROWS[name].proves, **own(name, here), **found}
+    return row | {"cost": round(cost, 1), "ended": time.strftime("%Y-%m-%dT%H:%M:%S")}
 
 
 def _next(
     todo: Sequence[str], running: Sequence[str], alone: set[str], done: Mapping[str, Line], simulated: bool
 ) -> str | None:  # fmt: skip
-    """Return the row that begins now, or None. Those in ``alone`` run alone, after all others that can run."""
+    """Return the row that begins now, or None. Those in ``alone`` run alone, after all others of their part."""
     spent = Counter[str]()
     for line in done.values():
         spent[line["part"]] += line["cost"]
-    over = lambda name: spent[ROWS[name].part] >= 60 * PARTS[ROWS[name].part].minutes
+    over = [part for part in PARTS if spent[part] >= 60 * PARTS[part].minutes]
+    order = [part for part in PARTS if part not in over] + over
     proves = {name: {*ROWS[name].proves} for name in (*running, *todo)}
     waits = lambda name: any({*ROWS[name].needs} & kinds for other, kinds in proves.items() if other != name)
     ready = [name for name in todo if not waits(name)]
-    name = min(ready, key=lambda name: (name in alone, over(name), todo.index(name)), default=None)
+    name = min(ready, key=lambda name: (order.index(ROWS[name].part), name in alone, todo.index(name)), default=None)
     if name is None or (running and (name in alone or alone & set(running))):
         return None
     at_once = min(PARTS[ROWS[each].part].at_once for each in (name, *running))

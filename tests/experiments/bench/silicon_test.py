@@ -171,6 +171,24 @@ def test_a_row_stopped_by_the_time_limit_runs_again(tmp_path, machine):
     assert machine.ran.count("several steps") == 2  # beside others, and then alone
 
 
+def test_a_step_that_fails_beside_another_runs_again_alone_before_the_next_part(tmp_path, machine):
+    _, first, second, *_ = rows.ROWS
+    machine.results[second] = "failed with exit code 1: out of memory"
+    begin = machine.start
+
+    def start(name, seconds):
+        begin(name, seconds)
+        if machine.ran.count(second) == 1 and name == second:
+            assert list(machine.running) == [second]
+            machine.running[second] = machine.running[second][0], "right"
+
+    machine.start = start
+    lines, _ = run(tmp_path, parts="steps,blocks")
+    assert lines[second] == "right"
+    assert machine.ran[: len(part("steps")) + 1].count(second) == 2
+    assert machine.ran.count(first) == 1
+
+
 # ---- rows that do not count ----
 
 
