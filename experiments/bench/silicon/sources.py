@@ -4,19 +4,24 @@ import ast
 import hashlib
 from pathlib import Path
 
-from nmjax import kernels
+import nmjax
 
 PACKING, TILES, PRODUCTS = "packing", "tiles", "products"  # groups of kernels
 ALL = (PACKING, TILES, PRODUCTS)
-_FOLDER = Path(kernels.__file__).parent
+_PRUNERS = ("magnitude", "unbiased", "two_draws", "soft_threshold", "transposable_mask", "float8")  # kernels call them
+_COMMON = ("kernels/batches", "kernels/format")
+_PACKING = ("kernels/packing", "kernels/activations", "core/random", *(f"pruners/{name}" for name in _PRUNERS))
 
 
 def versions(family: str) -> dict[str, str]:
     """Return the version of each group of kernels for a family of GPUs."""
-    packing = ("packing", "activations", "batches", "format")
-    files = {PACKING: packing, TILES: ("tiles", *packing)}
-    files[PRODUCTS] = (f"{family}_spmm", "hopper_geometry", "instructions", "batches", "format")
-    return {group: digest(*((_FOLDER / f"{name}.py").read_text() for name in names)) for group, names in files.items()}
+    files = {PACKING: _PACKING, TILES: ("kernels/tiles", *_PACKING)}
+    files[PRODUCTS] = (f"kernels/{family}_spmm", "kernels/hopper_geometry", "kernels/instructions")
+    return {group: digest(*map(_text, (*names, *_COMMON))) for group, names in files.items()}
+
+
+def _text(name: str) -> str:
+    return (Path(nmjax.__file__).parent / f"{name}.py").read_text()
 
 
 def digest(*sources: str) -> str:
