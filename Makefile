@@ -9,6 +9,7 @@
 #   make test-tpu   compiles for TPUs without a TPU, and compares bytes and memory with their limits. Downloads libtpu, 210 MB
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
+#   make gpu        nine minutes of what waits for a GPU, most valuable first; again goes on. Installs jax[cuda13]
 #   make gallery    runs most config files that need no download, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
@@ -29,7 +30,7 @@ export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .DEFAULT_GOAL := run
-.PHONY: help run test test-all test-every test-docs test-tpu test-thirdparty bench gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
+.PHONY: help run test test-all test-every test-docs test-tpu test-thirdparty bench gpu gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,9 @@ bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
 	$(BIN)/python -m experiments.bench delivery
 	$(BIN)/python -m experiments.bench train
+
+gpu: $(VENV)/gpu-made
+	$(BIN)/python -m experiments.bench silicon --out silicon --minutes 9
 
 gallery: $(VENV)/made
 	$(BIN)/python -m experiments.gallery
@@ -111,6 +115,11 @@ $(VENV)/made: requirements.txt pyproject.toml
 $(VENV)/tpu-made: $(VENV)/made
 	$(BIN)/python -c "import importlib.metadata as m; print(next(r.split(';')[0] for r in m.requires('jax') if r.startswith('libtpu')))" > $(VENV)/libtpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/tpu -r $(VENV)/libtpu.txt
+	touch $@
+
+$(VENV)/gpu-made: $(VENV)/made
+	$(BIN)/python -c "import importlib.metadata as m; print('jax[cuda13]==' + m.version('jax'))" > $(VENV)/gpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/gpu.txt
 	touch $@
 
 $(VENV)/thirdparty-made: tests/thirdparty/requirements.txt $(VENV)/made

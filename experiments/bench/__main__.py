@@ -35,7 +35,7 @@ BENCHMARKS = {
     "expected": Benchmark("what sparse tensor cores can bring to a step, computed from plans", "save", "computed"),
     "counts": Benchmark("the kernels of a step, counted in its program", "rounds device save", "computed"),
     "tpu": Benchmark("what a TPU's compiler counts in pruning and in steps, without a TPU", "save"),
-    "silicon": Benchmark("the kernels on a GPU, row by row; goes on where it stopped", "out ship:dir minutes parts"),
+    "silicon": Benchmark("what waits for a GPU, row by row; goes on where it stopped", "out ship:dir minutes parts"),
     "tune": Benchmark("the fastest tiles of products, for the library", "shapes ship minutes save"),
 }
 
@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minutes": {"type": float, "default": 8, "help": "begin nothing after it (default 8)"},
     "out": {"type": Path, "metavar": "DIR", "help": "the folder of the rows and of their table"},
     "ship:dir": {"type": Path, "metavar": "DIR", "help": "put the tables of tiles of a run in DIR into the package"},
-    "parts": {"default": "", "help": "some parts, such as primitives,numerics (default all)"},
+    "parts": {"default": "", "help": "some parts, such as check,numerics (default all)"},
 }
 
 

@@ -97,6 +97,7 @@ class Step(NamedTuple):
       compile: The seconds of tracing and compilation.
       trace: Traces and lowers it again.
       layers: The layers of its plan, if it has a recipe.
+      text: Returns the compiled program.
     """
 
     call: Callable[[], Any]
@@ -104,6 +105,7 @@ class Step(NamedTuple):
     compile: float
     trace: Callable[[], Any]
     layers: Sequence[Any]
+    text: Callable[[], str]
 
 
 def step(
@@ -143,8 +145,13 @@ def step(
         new = jax.jit(lambda *given: update(*given), donate_argnums=0, compiler_options=cublas_only())
         return new.lower(shapes, batch)
 
-    with turns.alone():
+    with turns.tracing():
         start = time.perf_counter()
-        compiled = trace().compile()
+        lowered = trace()
         took = time.perf_counter() - start
-    return Step(going_on(compiled, state, batch), compiled.memory_analysis().temp_size_in_bytes, took, trace, layers)
+    with turns.alone():  # XLA times its own products when it compiles them
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        took += time.perf_counter() - start
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return Step(going_on(compiled, state, batch), memory, took, trace, layers, compiled.as_text)

@@ -1,7 +1,7 @@
 """Processes that compile side by side, and measure one at a time.
 
 They share a folder that an environment variable names. Without it nobody waits. To measure, a process waits until no
-other compiles. New compilations wait until it has finished.
+other compiles. New compilations wait until it has finished. Tracing uses no device, and waits for nobody.
 """
 
 import os
@@ -51,6 +51,22 @@ def alone() -> Iterator[None]:
         finally:
             fcntl.flock(device, fcntl.LOCK_SH)
             _compiles.append(device)
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Let others measure while this process traces and lowers. It must not use the device meanwhile."""
+    if not _compiles:
+        yield
+        return
+    device = _compiles.pop()
+    fcntl.flock(device, fcntl.LOCK_UN)
+    try:
+        yield
+    finally:
+        with _queue():
+            fcntl.flock(device, fcntl.LOCK_SH)
+        _compiles.append(device)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,9 +11,9 @@ import jax
 
 from experiments.bench import turns
 from experiments.bench.measure import machine
+from experiments.bench.silicon.processes import gpu_state
 from experiments.bench.silicon.rows import ROWS
 from nmjax.core.refusal import Refusal
-from nmjax.kernels.check import code
 from nmjax.kernels.targets import Target, target
 
 
@@ -32,14 +31,14 @@ def main(name: str, parent: int | None = None) -> int:
     if isinstance(device, Refusal):
         device = Target("interpreter", "hopper", 2, interpret=True)
     if name == "about":
-        kind = jax.devices()[0].device_kind
-        found = {"device": kind, "jax": jax.__version__, "code": code(), "family": device.family}
+        seen = jax.devices()[0]
+        found = {"device": seen.device_kind, "platform": seen.platform, "jax": jax.__version__, "family": device.family}
         print(json.dumps(found | {"simulated": simulated, "machine": machine()}))
         return 0
     with turns.compiling():
         result = {"result": ROWS[name].run(device)}
     print(json.dumps(result), flush=True)
-    print(json.dumps(result | clock()))
+    print(json.dumps(result | gpu_state()))
     return 0
 
 
@@ -48,19 +47,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def clock() -> dict[str, str]:
-    """Return the clock and the temperature of the first visible GPU; an empty dict if nvidia-smi does not say them."""
-    query = "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu"
-    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
-    command = ["nvidia-smi", f"--id={first}", query, "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout
-        now, most, warm = (float(field) for field in said.splitlines()[0].split(","))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return {}
-    return {"clock": f"{now:.0f} of {most:.0f} MHz, {warm:.0f} °C"}
 
 
 if __name__ == "__main__":

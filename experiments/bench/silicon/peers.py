@@ -10,29 +10,34 @@ from typing import Any
 import jax
 
 from experiments.bench import tune
-from experiments.bench.measure import in_short, in_turn, ratio
+from experiments.bench.measure import in_short, in_turn, over, ratio
 from nmjax.kernels import tuning
 from nmjax.kernels.limits import Shape, product_refusal
 from nmjax.kernels.targets import Target
 
 
-def peer(n: int, kind: str, device: Target) -> str:
-    """Time the products of cuSPARSELt and torch, n x n x n in "bf16" or "FP8", beside XLA's and ours."""
+def peer(shape: Shape, device: Target) -> str:
+    """Time the products of cuSPARSELt and torch, of squares in bfloat16 or FP8, beside XLA's and ours."""
+    if device.interpret:
+        return "not run: the kernels are interpreted"
     torch = import_module("torch") if importlib.util.find_spec("torch") else None
-    if device.interpret or torch is None or not torch.cuda.is_available():
-        lacking = "PyTorch sees no GPU" if torch else "PyTorch is not installed"
-        return f"not run: {'the kernels are interpreted' if device.interpret else lacking}"
-    shape = Shape(n, n, n, "bfloat16" if kind == "bf16" else "float8_e4m3fn")
-    pool, (calls, note) = tune.Pool([shape]), _by_torch(torch, n, kind)
+    if torch is not None and torch.cuda.is_available():
+        calls, note = _by_torch(torch, shape.m, "bf16" if shape.itemsize == 2 else "FP8")
+        synchronize = torch.cuda.synchronize
+    else:
+        calls, note, synchronize = {}, "PyTorch sees no GPU" if torch else "PyTorch is not installed", lambda: None
+    pool = tune.Pool([shape])
     calls["XLA dense"] = partial(tune.dense(shape, device), [pool.pair(shape, False)])
     refusal, tiling = product_refusal(shape, device), tuning.chosen(shape, device)
     if refusal is None and tiling is not None:
         calls["ours"] = partial(tune.packed(shape, device, tiling.config), [pool.pair(shape)])
-    wait = lambda result: (jax.block_until_ready(result), torch.cuda.synchronize())
+    wait = lambda result: (jax.block_until_ready(result), synchronize())
     times = in_turn(calls, 9, wait=wait)
     said = ", ".join(f"{name} {statistics.median(each) * 1e3:.3f} ms" for name, each in times.items())
+    if "ours" in times:
+        said += f"; ours {over(times['XLA dense'], times['ours'])} times as fast as XLA's"
     if times.keys() >= {"ours", "cuSPARSELt"}:
-        said += f"; ours {ratio(times['cuSPARSELt'], times['ours']):.2f} times as fast as cuSPARSELt"
+        said += f", and {ratio(times['cuSPARSELt'], times['ours']):.2f} times as fast as cuSPARSELt"
     return f"right: {said}; cuSPARSELt: {note}" + (f"; ours: {refusal}" if refusal else "")
 
 

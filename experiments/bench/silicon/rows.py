@@ -1,6 +1,6 @@
 """The rows of ``bench silicon``. Each is a function of the device, in order from the simplest to the largest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,19 +12,47 @@ import numpy as np
 import nmjax as nm
 from experiments.bench import steps, tune
 from experiments.bench.measure import compiled, copy, in_turn, over
+from experiments.bench.silicon import programs, sources
 from experiments.bench.silicon.peers import peer
+from experiments.bench.silicon.programs import NO_SPEED
+from experiments.bench.silicon.sources import PACKING, PRODUCTS, TILES
 from nmjax.core import versions
-from nmjax.kernels import HopperConfig, calls, check, measured, tuning
+from nmjax.kernels import HopperConfig, calls, check, measured
 from nmjax.kernels.check import ACTIVATED, BEFORE, BOTH, FP8, FP8_FORMS, LAST, NOISE
 from nmjax.kernels.format import pack
 from nmjax.kernels.limits import Copy, Shape, product_refusal
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
 
-PARTS = ("primitives", "check", "numerics", "speed", "tiles", "training", "peers")
 ERROR = 0.01  # of a result, relative to its largest value
-NO_SPEED = "right: no speed in the interpreter"
 BF16, F16, E4M3, E5M2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
+
+
+class Part(NamedTuple):
+    """A part of the queue.
+
+    Attributes:
+      minutes: Its slice of time. Rows of it that are left when the slice is over come after all other parts; with a
+        slice of 0 all of them do.
+      at_once: The number of rows that run side by side.
+      every: Whether it is of every family of GPUs, or of Hopper only.
+    """
+
+    minutes: float
+    at_once: int
+    every: bool = False
+
+
+PARTS = {  # in the order of their value. Together they take three commands of nine minutes
+    "check": Part(1, 1, every=True),
+    "steps": Part(10, 2),  # two have memory beside each other
+    "blocks": Part(3, 6),
+    "numerics": Part(4, 8, every=True),
+    "tiles": Part(4, 6, every=True),
+    "peers": Part(2, 1),
+    "studies": Part(3, 1),
+    "again": Part(0, 2),  # steps, with the tiles that were found since
+}
 
 
 class Row(NamedTuple):
@@ -38,6 +66,7 @@ class Row(NamedTuple):
       seconds: The time that it may take, with compilation.
       alike: In the interpreter, only the first of the rows with the same text here runs. Empty if it always runs.
       family: The family of devices that it is a row of. Empty for all.
+      kernels: The groups of kernels that it runs. It runs again when the version of one has changed.
     """
 
     part: str
@@ -47,6 +76,7 @@ class Row(NamedTuple):
     seconds: float = 60
     alike: str = ""
     family: str = ""
+    kernels: tuple[str, ...] = sources.ALL
 
 
 def _normal(*shape: int) -> jax.Array:
@@ -148,38 +178,27 @@ def _slots(text: str, device: Target) -> str:
     return f"{'right' if right else 'wrong'}: " + ", ".join(map("{} {}".format, ("y", "dx", "dw"), said))
 
 
-def _speed(size: int, dtype: str, device: Target) -> str:
-    """Return the time of a product of squares relative to the dense one."""
-    if device.interpret:
-        return NO_SPEED
-    shape = Shape(size, size, size, dtype)
-    pool, tiling = tune.Pool([shape]), tuning.chosen(shape, device)
-    assert tiling is not None, shape
-    sparse, dense, pair = tune.packed(shape, device, tiling.config), tune.dense(shape, device), pool.pair(shape)
-    said = _said(sparse([pair])[0], tune.reference(shape, device)(*pair))
-    seconds = in_turn({"sparse": partial(sparse, [pair]), "dense": partial(dense, [pool.pair(shape, False)])}, 9, 0.1)
-    tflops = shape.flops / np.median(seconds["sparse"]) / 1e12
-    return f"{said}; {over(seconds['dense'], seconds['sparse'])} times the dense speed, {tflops:.0f} TFLOP/s"
-
-
-LAYERS = {  # those whose tiles are searched, with the tokens of a step
-    "ViT-B up": (64 * 197, 768, 3072),
-    "ViT-B down": (64 * 197, 3072, 768),
-    "GPT-2 up": (32 * 1024, 768, 3072),
+LAYERS = {  # of the steps that are timed, with their tokens
     "4096 wide up": (16384, 4096, 16384),
-    "a square": (8192, 8192, 8192),
+    "4096 wide down": (16384, 16384, 4096),
+    **{
+        f"{model} {name}": (tokens, *sides)
+        for name, sides in {"up": (768, 3072), "down": (3072, 768), "attention": (768, 768)}.items()
+        for model, tokens in {"ViT-B": 64 * 197, "GPT-2": 32 * 1024}.items()
+    },
 }
+SQUARES = {(n, kind): Shape(n, n, n, kind) for n in (4096, 8192) for kind in (BF16, E4M3)}  # those of peers
 
 
 def searches() -> dict[str, Shape]:
-    """Return the products whose tiles are searched: those of training first, and squares last."""
+    """Return the products whose tiles are searched: those of most steps first."""
     found = {}
-    for layer, sizes in LAYERS.items():
-        shapes = tune.layer(*sizes)
-        for name in ("y", "dw", "dx, w packed"):
-            found[f"{layer}: {name}"] = shapes[name]
-            if sizes[1] >= 4096:
-                found[f"{layer}: {name} in FP8"] = shapes[f"{name} in FP8"]
+    for name in ("y", "dw", "y in FP8", "dw in FP8", "dx, g packed", "dx, w packed", "dx, g packed in FP8"):
+        for layer, sizes in LAYERS.items():
+            if not (name.endswith("FP8") and layer.startswith("ViT")):  # 128 does not divide its tokens
+                found[f"{layer}: {name}"] = tune.layer(*sizes)[name]
+        if name == "dw in FP8":
+            found |= {f"{n} x {n} x {n} in {kind}": shape for (n, kind), shape in SQUARES.items()}
     return found
 
 
@@ -282,18 +301,7 @@ def _packing_activated(device: Target) -> str:
     return f"{said}; {over(seconds['together'], seconds['apart'])} of the time of two passes"
 
 
-# ---- whole programs ----
-
-METHODS = {  # of feed-forward blocks: the text of each, and its backend
-    "s_ste()": ("s_ste()", "auto"),
-    "s_ste(), by XLA": ("s_ste()", "xla"),
-    "transposable and mvue": ("y_w=ste(transposable(2,4)); dw_g=mvue(2,4)", "auto"),
-    "dense FP8": (
-        "y_x=fp8('e4m3'); y_w=ste(fp8('e4m3')); dx_g=fp8('e5m2'); dx_w=fp8('e4m3'); dw_g=fp8('e5m2'); dw_x=fp8('e4m3')",
-        "auto",
-    ),
-    "s_ste(fp8=True)": ("s_ste(fp8=True)", "auto"),
-}
+# ---- the check before use ----
 
 
 def _check(device: Target) -> str:
@@ -302,26 +310,6 @@ def _check(device: Target) -> str:
         return "not run: the interpreter needs no check"
     wrong = check.findings(device, jax.devices()[0])
     return f"wrong: {'; '.join(f'{kind} {text}' for kind, text in wrong.items())}" if wrong else "right"
-
-
-def _step(large: steps.Model, small: steps.Model, text: str, backend: str, train: bool, device: Target) -> str:
-    """Time a training step, or forward and backward passes, beside the dense ones."""
-    make, example = small if device.interpret else large
-    backend = "interpret" if device.interpret and backend == "auto" else backend
-    recipes = {"dense": steps.recipe("dense"), "sparse": steps.recipe(text, backend)}
-    dense, sparse = made = [steps.step(make(), example, recipe, train) for recipe in recipes.values()]
-    losses = [float(jax.tree.leaves(step.call())[0]) for step in made]
-    packed = sum(route.how == "packed" for layer in sparse.layers for _, route in layer.runs)
-    if not np.isfinite(losses).all():
-        return f"wrong: the losses are {losses}"
-    if device.interpret:
-        return f"{NO_SPEED}; {packed} products packed"
-    seconds = in_turn({"dense": dense.call, "sparse": sparse.call}, 9, 0.1)
-    return (
-        f"right: {over(seconds['sparse'], seconds['dense'])} of the dense time, {sparse.memory / dense.memory:.2f} of "
-        f"its temporary memory, {sparse.compile / dense.compile:.1f} of its compilation, {packed} products packed; "
-        f"dense {np.median(seconds['dense']) * 1e3:.2f} ms, {dense.memory / 1e9:.2f} GB"
-    )
 
 
 # ---- the rows ----
@@ -342,7 +330,7 @@ _K, _A, _B, _TURNED, _Y, _DW = (
 
 def _cut(shape: Shape, needs: tuple[str, ...] = (_K,), proves: tuple[str, ...] = (), **cut: Any) -> Row:
     config = HopperConfig(**{"tile_n": 64, "store_n": 32, "stages": 2} | cut)
-    return Row("primitives", partial(multiply, shape, config), proves, needs, family="hopper")
+    return Row("numerics", partial(multiply, shape, config), proves, needs, family="hopper", kernels=(PRODUCTS,))
 
 
 def _form(shape: Shape) -> tuple[str, ...]:
@@ -350,13 +338,47 @@ def _form(shape: Shape) -> tuple[str, ...]:
     return (FP8,) if shape.itemsize == 1 else (check.layout_kind(shape),)
 
 
+def _steps(part: str, methods: Sequence[str], tiles: str = "") -> dict[str, Row]:
+    """Return the rows of whole steps: all of the block 4096 wide, and then those of the models, method by method."""
+    models = list(zip(steps.LARGE.items(), steps.SMALL, strict=True))
+    found = {}
+    for own in (models[2:], models[:2]):
+        for method in methods:
+            for (model, large), small in own:
+                if "FP8" not in method or not model.startswith("ViT"):  # 128 does not divide its tokens
+                    run, alike = partial(programs.step, large, small, method, True), method * (method != "S-STE")
+                    found[f"step of {model}: {method}{tiles}"] = Row(part, run, (), (), 240, alike + tiles)
+    return found
+
+
 ROWS: dict[str, Row] = {
+    "the check before use": Row("check", _check, seconds=360),
+    **_steps("steps", [method for method in programs.METHODS if method != "dense"]),
     **{
-        kind: Row("primitives", partial(_kind, kind), (kind,), needs)
-        for kind, needs in ((LAST, ()), (BEFORE, ()), (NOISE, (BEFORE,)), (BOTH, ()), (ACTIVATED, ()), (FP8_FORMS, ()))
+        f"feed-forward, {width} wide, {method}": Row(
+            "blocks",
+            partial(programs.step, steps.block(16384, width), steps.block(128, 64), method, False),
+            seconds=120,
+            alike=f"block {method}",
+        )
+        for width in (4096, 8192)
+        for method in ("S-STE", "dense FP8", "S-STE FP8")
     },
-    "packing with two draws": Row("primitives", partial(_packs, mvue_approx(2, 4), -2), (), (NOISE,)),
-    "packing by soft": Row("primitives", partial(_packs, soft(2, 4), -1), (), (LAST,)),
+    **{
+        kind: Row("numerics", partial(_kind, kind), (kind,), needs, kernels=kernels)
+        for kind, needs, kernels in (
+            (LAST, (), (PACKING,)),
+            (BEFORE, (), (PACKING,)),
+            (NOISE, (BEFORE,), (PACKING,)),
+            (BOTH, (), (TILES,)),
+            (ACTIVATED, (), (PACKING,)),
+            (FP8_FORMS, (), (TILES,)),
+        )
+    },
+    "packing with two draws": Row(
+        "numerics", partial(_packs, mvue_approx(2, 4), -2), (), (NOISE,), kernels=(PACKING,)
+    ),
+    "packing by soft": Row("numerics", partial(_packs, soft(2, 4), -1), (), (LAST,), kernels=(PACKING,)),
     "one tile along K": _cut(Shape(128, 64, 128), (), (_K,)),
     "one tile with A along M": _cut(Shape(128, 64, 128, m_major=True), (), (_A,)),
     "one tile with B along N": _cut(Shape(128, 64, 128, n_major=True), (), (_B,)),
@@ -373,7 +395,6 @@ ROWS: dict[str, Row] = {
     "parts of K": _cut(Shape(128, 64, 512, **_AS_DW), (_DW,), split=3),
     "a partial tile": _cut(Shape(128, 104, 128, transpose=True), (_TURNED,)),
     "one tile in FP8": _cut(Shape(128, 64, 256, E4M3, transpose=True), (), (FP8,)),
-    "the check before use": Row("check", _check, seconds=360),
     **{
         f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
         for text, needs in {
@@ -386,45 +407,33 @@ ROWS: dict[str, Row] = {
         }.items()
     },
     **{
-        f"every layout in {kind}": Row("numerics", partial(_every_layout, kind), (), needs, 240)
+        f"every layout in {kind}": Row("numerics", partial(_every_layout, kind), (), needs, 240, kernels=(PRODUCTS,))
         for kind, needs in {BF16: (_DW,), F16: (_DW,), E4M3: (FP8,), E5M2: (FP8,)}.items()
     },
-    "long sums in FP8": Row("numerics", _sums_in_fp8, (), (FP8,), family="hopper"),
+    "long sums in FP8": Row("numerics", _sums_in_fp8, (), (FP8,), family="hopper", kernels=(PRODUCTS,)),
     **{
-        f"packing by Mosaic{name}": Row("speed", partial(_packing, ways))
-        for name, ways in {
-            f": {mse(2, 4)} along axis -1": partial(_along, mse(2, 4), -1),
-            f": {mse(2, 4)} along axis -2": partial(_along, mse(2, 4), -2),
-            f": {mvue(2, 4)} along axis -2": partial(_along, mvue(2, 4), -2),
-            " along both axes": _along_both,
-            " in FP8": _in_fp8,
-        }.items()
-    },
-    f"{ACTIVATED}, 8192 x 8192": Row("speed", _packing_activated, (), (ACTIVATED, NOISE)),
-    **{
-        f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), (kind,), 120, "speed")
-        for dtype, kind in {BF16: _K, E4M3: FP8}.items()
-        for size in (4096, 8192)
-    },
-    **{
-        f"feed-forward, {width} wide, {name}": Row(
-            "speed", partial(_step, steps.block(16384, width), steps.block(128, 64), *how, False), (), (), 120, name
+        f"packing by Mosaic{name}": Row("numerics", partial(_packing, ways), kernels=(kernels,))
+        for name, ways, kernels in (
+            (f": {mse(2, 4)} along axis -1", partial(_along, mse(2, 4), -1), PACKING),
+            (f": {mse(2, 4)} along axis -2", partial(_along, mse(2, 4), -2), PACKING),
+            (f": {mvue(2, 4)} along axis -2", partial(_along, mvue(2, 4), -2), PACKING),
+            (" along both axes", _along_both, TILES),
+            (" in FP8", _in_fp8, TILES),
         )
-        for width in (4096, 8192)
-        for name, how in METHODS.items()
     },
+    f"{ACTIVATED}, 8192 x 8192": Row("numerics", _packing_activated, (), (ACTIVATED, NOISE), kernels=(PACKING,)),
     **{
-        f"tiles of {name}": Row("tiles", partial(_tiles, shape), (), _form(shape), 180, f"{_form(shape)} {shape.dtype}")
+        f"tiles of {name}": Row(
+            "tiles", partial(_tiles, shape), (), _form(shape), 180, f"{_form(shape)} {shape.dtype}", kernels=(PRODUCTS,)
+        )
         for name, shape in searches().items()
     },
     **{
-        f"step of {model}: {method}": Row("training", partial(_step, large, small, text, "auto", True), seconds=240)
-        for method, text in steps.METHODS.items()
-        for (model, large), small in zip(steps.LARGE.items(), steps.SMALL, strict=True)
+        f"cuSPARSELt, {'FP8' if kind == E4M3 else 'bf16'}, {n} x {n} x {n}": Row(
+            "peers", partial(peer, shape), (), (), 120, "peers", kernels=(PRODUCTS,)
+        )
+        for (n, kind), shape in SQUARES.items()
     },
-    **{
-        f"cuSPARSELt, {kind}, {n} x {n} x {n}": Row("peers", partial(peer, n, kind), (), (), 120, "peers")
-        for n in (4096, 8192)
-        for kind in ("bf16", "FP8")
-    },
+    **{name: Row("studies", partial(programs.study, name), seconds=240, alike="studies") for name in programs.STUDIES},
+    **_steps("again", ("S-STE", "S-STE FP8"), ", with the tiles of this run"),
 }  # fmt: skip

@@ -39,7 +39,7 @@ def rows(text: object) -> dict[str, list[str]]:
         (["savings", "--method", "nonsense(2,4)"], "--method: "),
         (["tune", "--shapes", "512x512"], "'512x512' is no layer. Write tokens x in x out"),
         (["silicon"], "silicon: write --out DIR"),
-        (["silicon", "--parts", "numerics,b"], "--parts: b is none of the parts primitives, "),
+        (["silicon", "--parts", "numerics,b"], "--parts: b is none of the parts check, "),
         (["train", "--config=configs/nope.py"], "configs/nope.py"),
     ],
 )

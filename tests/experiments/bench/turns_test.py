@@ -1,6 +1,7 @@
 """Processes that measure one at a time, while no other compiles."""
 
 import json
+import select
 import subprocess
 import sys
 
@@ -48,3 +49,22 @@ def test_a_measurement_inside_another_waits_for_nobody(tmp_path, monkeypatch, fo
     with turns.compiling(), turns.alone(), turns.alone():
         pass
     assert [path.name for path in tmp_path.iterdir()] == [folder] * bool(folder)
+
+
+@pytest.mark.processes
+def test_a_process_that_traces_lets_others_measure(tmp_path, monkeypatch):
+    """It compiles again afterwards, when nobody measures."""
+    monkeypatch.setenv(turns.FOLDER, str(tmp_path / "turns"))
+    script = "from experiments.bench import turns\n"
+    script += "with turns.compiling():\n    with turns.tracing():\n        print('traces', flush=True); input()\n"
+    script += "    print('compiles', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as other:
+        assert other.stdout.readline() == "traces\n"
+        with turns.compiling(), turns.alone():  # would wait for the other one for ever
+            other.stdin.write("\n")
+            other.stdin.flush()
+            assert not select.select([other.stdout], [], [], 1)[0]  # which waits now
+        assert other.stdout.readline() == "compiles\n"
+        other.communicate("\n", timeout=60)
+    assert other.returncode == 0
