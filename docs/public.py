@@ -62,11 +62,11 @@ ORDER = {
         "Look inside": "weights masks scales gradient_errors",
     },
     "nmjax.checkpoints": {
-        "Models": "load save architecture verify write_onnx convert_gguf",
+        "Models": "load save prune prune_tensors architecture verify write_onnx convert_gguf",
         "Tensors": "read write parameters Tensors Gguf Verified CheckpointError",
         "To add a kind of checkpoint": "Family Table Rename",
     },
-    "nmjax.oneshot": {"Solvers": "magnitude wanda ria sparsegpt admm Solved"},
+    "nmjax.oneshot": {"Solvers": "magnitude wanda ria sparsegpt admm Solved", "Orders": "FreeInputs"},
     "nmjax.metrics": {
         "Masks": "density flip_rate flip_rates sad ties violations",
         "Errors": "pruned_error gradient_error gradient_variance error weight",

@@ -5,6 +5,7 @@ The first state, the step, the scores and the measures. A *task* (`tasks.py`) br
 
 import copy
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,10 @@ from experiments.training.tasks import Task
 FAST = ("packed", "compacted", "fp8")  # ways in which products may run
 
 _sharding = operator.attrgetter("sharding")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class Program:
@@ -135,8 +140,7 @@ class Program:
                     self.plan, self.explicit = nm.nnx.plan(self.model, *cut), True
                 return
             except Exception as error:  # any operation may lack a rule for types that say how arrays lie
-                first = str(error).partition("\n")[0]
-                self.untyped = f"the model does not run on a mesh of explicit axes: {first}"
+                self.untyped = f"the model does not run on a mesh of explicit axes: {_first_line(error)}"
         with nm.nnx.packed(self.model, forms):
             self.plan = nm.nnx.plan(self.model, *given)
 
@@ -322,7 +326,13 @@ class Program:
                 value, figures = self.task.loss(model, batch)
             return value, ({"loss": value, **figures}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
 
-        return (shards.typed(computed, self.mesh, *places) if self.explicit else computed)(*in_use, batch)
+        if self.explicit:
+            try:
+                return shards.typed(computed, self.mesh, *places)(*in_use, batch)
+            except Exception as error:  # of the task's loss; the plan has only the model
+                self.explicit, self.untyped = False, f"the loss does not run on explicit axes: {_first_line(error)}"
+                warnings.warn(f"XLA prunes, and no kernel does: {self.untyped}", stacklevel=2)
+        return computed(*in_use, batch)
 
     def _places(self) -> tuple[Any, Any]:
         """Return the shardings of the parameters and of the rest, of one run."""

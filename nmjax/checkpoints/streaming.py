@@ -220,17 +220,17 @@ def _copied(source: Any, target: Any, asked: dict[str, Any], overwrite: bool) ->
     asked = asked | {"source": {file.name: stamp for file, stamp in before.items()}}
     with unfinished(folder) as draft:
         note = draft / NOTE
-        left = json.loads(note.read_text()) if note.exists() else None
-        done = 0 if left is None else left.pop("done")
-        if left not in (None, json.loads(json.dumps(asked))):
+        left: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+        done = left.pop("done", 0)
+        if left and left != json.loads(json.dumps(asked)):
             other = next(name for name in asked if left.get(name) != asked[name])
             raise CheckpointError(
                 f"{draft}: a call that was stopped began to prune with another {other}. Repeat it to go on, or remove "
                 "this folder."
             )
-        copy = _Copy(draft, asked, done, left is not None)
+        copy = _Copy(draft, asked, done, continued=bool(left))
         try:
-            if left is None:
+            if not left:
                 _copy(found, draft)
                 copy.note(0)
             yield copy
@@ -351,6 +351,7 @@ def _set_memory(steps: Steps, folder: Path, moments: bool, memory: float) -> Non
 
 def _bytes(layer: Layer, moments: bool) -> int:
     """Return the bytes to prune a layer: of its weight in float32 and float64, and of the statistics of its input."""
+    assert layer.product is not None
     features = math.prod(layer.product.rhs.shape[a] for a in axes_in(layer).features)
     return 4 * layer.kernel.size + 8 * layer.kernel.size + 16 * (features**2 if moments else features)
 

@@ -13,6 +13,7 @@ sparsegpt 0.08
 admm      0.03
 """
 
+from nmjax.oneshot.orders import FreeInputs as FreeInputs
 from nmjax.oneshot.solvers import (
     Solved as Solved,
     admm as admm,

@@ -55,7 +55,7 @@ def test_a_cut_run_is_the_whole_one_to_rounding(name):
 
 LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.model.scan=true"]}
 AGAIN = {"remat": ["--config.model.remat=true"], "lean": ["--config.model.lean=true"]}
-TYPED = [("vit_24", "fsdp"), ("resnet_24", ""), ("finetune_24", ""), *(("gpt_24", name) for name in (*LOOPS, *AGAIN))]
+TYPED = [("vit_24", "fsdp"), ("resnet_24", ""), *(("gpt_24", name) for name in (*LOOPS, *AGAIN))]
 
 
 def as_on_a_tpu(monkeypatch):
@@ -90,6 +90,26 @@ def test_runs_side_by_side_have_automatic_axes(monkeypatch):
     np.testing.assert_allclose(figures["loss"][0], told[0]["loss"], rtol=1e-5)
     assert m.explicit
     assert ("pruning", "by XLA: runs side by side share a mesh of automatic axes") in header.rows(both)
+
+
+@pytest.mark.slow
+def test_a_loss_without_types_is_computed_on_automatic_axes_with_a_warning(monkeypatch):
+    """Here the loss sorts what devices share, which the plan, of the model alone, does not see."""
+    as_on_a_tpu(monkeypatch)
+    m = made(1, 1, "--config.model.depth=1")
+    loss = type(m.task).loss
+
+    def sorting(task, model, batch):
+        value, figures = loss(task, model, batch)
+        return value + 0 * jnp.sort(batch[1], axis=0).sum().astype(value.dtype), figures
+
+    monkeypatch.setattr(type(m.task), "loss", sorting)
+    with pytest.warns(
+        UserWarning, match="XLA prunes, and no kernel does: the loss does not run on explicit axes: .*sort"
+    ):
+        _, told = steps(m, 1)
+    assert not m.explicit
+    np.testing.assert_allclose(told[0]["loss"], uncut("--config.model.depth=1")[1][0]["loss"], rtol=1e-5)
 
 
 @pytest.mark.slow
