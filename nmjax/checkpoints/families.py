@@ -325,7 +325,6 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     _refuse(config, attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1)
     if kind == "llama":
         _refuse(config, sliding_window=())  # of a Mistral
-    config = {"sliding_window": 4096} | config if kind == "mistral" else config
     if not gemma and any(one != "full_attention" for one in config.get("layer_types") or ()):
         raise CheckpointError(
             f"config.json has layer_types other than 'full_attention', which {kind} does not support."
@@ -338,14 +337,15 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     biased, normed, fused = kind == "qwen2", kind in ("qwen3", "gemma3_text"), kind == "phi3"
     after = {"out_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm",
              "out_norm2": "post_feedforward_layernorm"} if gemma else {"norm2": "post_attention_layernorm"}  # fmt: skip
-    block: dict[Any, str] = {
+    inputs: dict[Any, str] = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
+    gated: dict[Any, str] = {f"mlp/{one}": f"mlp.{one}_proj" for one in ("gate", "up")}
+    if fused:
+        inputs, gated = {tuple(inputs): "self_attn.qkv_proj"}, {tuple(gated): "mlp.gate_up_proj"}
+    block = {
         "norm1": "input_layernorm", "attention/out": "self_attn.o_proj", **after,
         **({f"attention/{one}_norm": f"self_attn.{one[0]}_norm" for one in ("query", "key")} if normed else {}),
-        **({("mlp/gate", "mlp/up"): "mlp.gate_up_proj"} if fused else
-           {f"mlp/{part}": f"mlp.{part}_proj" for part in ("gate", "up")}), "mlp/down": "mlp.down_proj",
+        **gated, "mlp/down": "mlp.down_proj",
     }  # fmt: skip
-    inputs: dict[Any, str] = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
-    inputs = {tuple(inputs): "self_attn.qkv_proj"} if fused else inputs
     renames = _layers({"tokens": "embed_tokens", "norm": "norm"}, p, bias=False)
     renames += _layers(block, p + "layers.{n}.", "blocks/{n}/", bias=False)
     renames += _layers(inputs, p + "layers.{n}.", "blocks/{n}/", bias=biased)
@@ -353,6 +353,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         renames += _layers({"tokens" if tied else "head": "lm_head"}, bias=False)
     options: dict[str, Any] = _wholes(config, TEXT | SIZES)
     width, heads = options["width"], options["heads"]
+    window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     rotary, local_rotary = _rotaries(config)
     options |= {
         "kv_heads": config.get("num_key_value_heads") or heads, "features": config.get("head_dim") or width // heads,
@@ -366,9 +367,9 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
             "local_rotary": local_rotary, "norm_outputs": True, "norm_offset": 1.0, "embedding_scale": width**0.5,
             "query_scale": scale**-0.5,
         }  # fmt: skip
-    elif kind in ("mistral", "phi3") and config.get("sliding_window") is not None:  # in all blocks
-        window = _wholes(config, {"window": "sliding_window"})
-        options |= {"local": (True,) * options["depth"], "local_rotary": rotary, **window}
+    elif kind in ("mistral", "phi3") and window is not None:
+        window = _number("has sliding_window", window, whole=True)
+        options |= {"local": (True,) * options["depth"], "local_rotary": rotary, "window": window}
     return Family(Decoder, options, Table(renames, (r".*\.rotary_emb\.inv_freq",)))
 
 
