@@ -88,10 +88,17 @@ SIZES = {
     "width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "hidden": "intermediate_size",
 }  # fmt: skip
 TEXT = {"vocabulary": "vocab_size", "length": "max_position_embeddings"}
+
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "gelu": exact_gelu,
+    "quick_gelu": _quick_gelu,
 }
 
 
@@ -260,6 +267,29 @@ def _vit(config: Config, names: Collection[str]) -> Family:
     return Family(ViT, options, Table(renames, kept), _head("classifier"))
 
 
+def _clip_vision(config: Config, names: Collection[str]) -> Family:
+    activation = config.get("hidden_act", "quick_gelu")
+    _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
+    p = _prefix(names, "vision_model.", "embeddings.class_embedding")
+    block = {
+        "norm1": "layer_norm1", **{f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV},
+        "attention/out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
+    }  # fmt: skip
+    renames = (
+        Rename(p + "embeddings.class_embedding", "cls", (None, 0)),
+        Rename(p + "embeddings.position_embedding.weight", "positions"),
+        *_layers({"patches": "embeddings.patch_embedding"}, p, bias=False),
+        *_layers({"embedding_norm": "pre_layrnorm", "norm": "post_layernorm"}, p),
+        *_layers(block, p + "encoder.layers.{n}.", "blocks/{n}/"),
+    )
+    options = _wholes(config, SIZES | {"image": "image_size", "patch": "patch_size"}) | {
+        "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-5), "classes": 0,
+        "activation": ACTIVATIONS[activation], "norm_embedding": True,
+    }  # fmt: skip
+    kept = (re.escape(p) + r"embeddings\.position_ids", r"visual_projection\.weight")
+    return Family(ViT, options, Table(renames, kept))
+
+
 def _timm(config: Config, names: Collection[str]) -> Family:
     architecture, given = str(config["architecture"]), config.get("model_args") or {}
     size = re.fullmatch(r"vit_(tiny|small|base|large)_patch(\d+)_(\d+).*", architecture)
@@ -420,6 +450,7 @@ FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "distilbert": _distilbert,
     "vit": _vit,
     "dinov2": _vit,
+    "clip_vision_model": _clip_vision,
     "timm": _timm,
     "gpt2": _gpt2,
     "llama": _decoder,

@@ -1,6 +1,5 @@
 """Loads models from checkpoints, and saves them as checkpoints of the same form."""
 
-import inspect
 import json
 import os
 import re
@@ -68,9 +67,8 @@ def load(
     """
     about, classes = _family(path, family), options.get("classes", 0)
     make = architecture(path, family=about, **options)
-    takes = bool(about.head) or "classes" in inspect.signature(about.model).parameters
-    if classes and classes != about.options.get("classes") and (rngs is None or not takes):
-        advice = "Pass rngs=nnx.Rngs(0) for a new one." if takes else "Leave out classes: its model takes none."
+    if classes and classes != about.options.get("classes") and (rngs is None or not about.head):
+        advice = "Pass rngs=nnx.Rngs(0) for a new one." if about.head else "Leave out classes: its kind has no head."
         raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     read_ones = parameters(path, family=about, **options)

@@ -17,10 +17,11 @@ from nmjax.checkpoints.families import family_of
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file())
-TEXT = [kind for kind in KINDS if kind not in ("vit", "timm", "dinov2")]
+TEXT = [kind for kind in KINDS if kind not in ("vit", "timm", "dinov2", "clip-vision")]
 POST = [kind for kind in KINDS if "bert" in kind]  # their norms follow the sums
 RNG = np.random.default_rng(0)
 ONES = np.ones((3, 16), np.float32)
+IMAGES = RNG.normal(size=(2, 8, 8, 3)).astype(np.float32)
 
 
 def inputs(kind, right):
@@ -77,6 +78,8 @@ def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(ki
         alike(states[-1], right["output"], kind, right)
     elif kind == "gpt2-alone":
         alike(model.norm(states[-1]), right["output"], kind, right)
+    elif kind == "clip-vision":
+        alike(model.norm(states[-1])[:, 0], right["output"], kind, right)
     else:
         alike(model(*given), right["output"], kind, right)
     save(tmp_path, model, like=GOLDEN / kind)
@@ -99,6 +102,12 @@ FORMS = {
     "names without a prefix": ("qwen2", {}, lambda held: {name.removeprefix("model."): v for name, v in held.items()}),
     "a config before transformers 5": ("gemma3", OLDER, lambda held: held),
     "a window that is longer than texts": ("llama", {"model_type": "mistral"}, lambda held: held),
+    "a tower of CLIP with its projection": ("clip-vision", {}, lambda held: {
+        "vision_model." + name: v for name, v in held.items()
+    } | {"visual_projection.weight": ONES, "vision_model.embeddings.position_ids": np.arange(5)[None]}),
+    "a DINOv2 without a head": ("dinov2", {}, lambda held: {
+        name.removeprefix("dinov2."): v for name, v in held.items() if "classifier" not in name
+    }),
     "a BERT without a pooler": ("bert", {}, lambda held: {n: v for n, v in held.items() if "pooler" not in n}),
     "a RoBERTa with the head of pretraining": ("xlm-roberta", {}, lambda held: {
         "roberta." + name: v for name, v in held.items() if "pooler" not in name
@@ -115,7 +124,7 @@ def test_other_forms_of_a_checkpoint_are_the_same_model(form, tmp_path):
     kind, config, other = FORMS[form]
     source = changed(tmp_path / "source", kind, config)
     write(source / "model.safetensors", other(dict(read(source).items())))
-    model, given = load(source), jnp.arange(10)[None]
+    model, given = load(source), jnp.arange(10)[None] if kind in TEXT else IMAGES
     np.testing.assert_array_equal(model.hidden(given), load(GOLDEN / kind).hidden(given))
     save(tmp_path / "again", model, like=source)
     same(tmp_path / "again", source)
@@ -132,7 +141,7 @@ def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     before, after = read(GOLDEN / kind), read(tmp_path)
     assert list(before) == list(after)
     pruned = [name for name in before if (before[name] != after[name]).any()]
-    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "vit": 6, "dinov2": 6}  # tensors
+    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "vit": 6, "dinov2": 6, "clip-vision": 6}  # tensors
     assert len(pruned) == 2 * (6 if kind in POST else in_block.get(kind, 7))
     for name in pruned:
         assert nm.groups.is_nm(after[name], 2, 4, axis=0 if kind.startswith("gpt2") else 1)
@@ -204,8 +213,19 @@ def test_options_in_place_of_those_of_the_config():
     assert model.blocks.attention.query.kernel.shape == (2, 16, 16)
     assert load(GOLDEN / "llama", scores=True).blocks[0].attention.scores is not None
     for rngs in (None, nnx.Rngs(0)):
-        with pytest.raises(CheckpointError, match=r"no head with 3 classes. Leave out classes: its model takes none."):
+        with pytest.raises(CheckpointError, match=r"no head with 3 classes. Leave out classes: its kind has no head."):
             load(GOLDEN / "gpt2", classes=3, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"), [({}, 4096), ({"sliding_window": 3}, 3), ({"sliding_window": None}, None)]
+)
+def test_the_window_of_a_mistral(config, window):
+    """Without the field it is 4096, as in transformers. Null is none."""
+    about = json.loads((GOLDEN / "mistral/config.json").read_text())
+    del about["sliding_window"]
+    options = family_of(about | config, read(GOLDEN / "mistral")).options
+    assert (options.get("window"), options.get("local")) == (window, None if window is None else (True, True))
 
 
 def test_rope_theta_outside_rope_parameters(tmp_path):
@@ -420,16 +440,17 @@ REFUSED = {
     "not floating-point numbers: norm/scale int8": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.int8)}),
     "not floating-point numbers: norm/scale bool": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.bool_)}),
     "not floating-point numbers: norm/scale complex64": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.complex64)}),
-    "config.json has model_type 't5', which is not supported. Supported: bert, dinov2, distilbert, gemma3_text, gpt2, "
-    "llama, mistral, phi3, qwen2, qwen3, roberta, vit, xlm-roberta, and vit_* of timm. For another kind, write a table "
-    "of its names, by docs/how_to/checkpoints.md, and pass family=nm.checkpoints.Family(...), or --family module:name "
-    "to the command.": ("bert", {"model_type": "t5"}, {}),
+    "config.json has model_type 't5', which is not supported. Supported: bert, clip_vision_model, dinov2, distilbert, "
+    "gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, roberta, vit, xlm-roberta, and vit_* of timm. For another "
+    "kind, write a table of its names, by docs/how_to/checkpoints.md, and pass family=nm.checkpoints.Family(...), or "
+    "--family module:name to the command.": ("bert", {"model_type": "t5"}, {}),
     "has sliding_window='b', which is not a whole number above 0": ("mistral", {"sliding_window": "b"}, {}),
     "has partial_rotary_factor=0.75. nmjax supports only 1":
         ("phi3", {ROPE: {"rope_type": "default", "partial_rotary_factor": 0.75}}, {}),
     "config.json has rope_type='longrope', but nmjax supports only": ("phi3", {ROPE: {"rope_type": "longrope"}}, {}),
     "config.json gives length=-5, which is not a whole number above 0": ("roberta", {"pad_token_id": 20}, {}),
     "config.json gives first=-1, which is not a whole number above 0": ("roberta", {"pad_token_id": -2}, {}),
+    "config.json has hidden_act='relu'. nmjax supports only 'silu'": ("clip-vision", {"hidden_act": "relu"}, {}),
     "config.json has activation='relu'. nmjax supports only 'gelu'": ("distilbert", {"activation": "relu"}, {}),
     "config.json has use_swiglu_ffn=True. nmjax supports only False": ("dinov2", {"use_swiglu_ffn": True}, {}),
     "sliding_window=4096. nmjax does not support this field": ("llama", {"sliding_window": 4096}, {}),

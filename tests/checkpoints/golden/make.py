@@ -67,6 +67,7 @@ MODELS = {
     "xlm-roberta": lambda: tf.XLMRobertaModel(tf.XLMRobertaConfig(**SMALL, **TEXT)),
     "distilbert": lambda: tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**DISTILBERT, num_labels=3)),
     "dinov2": lambda: tf.Dinov2ForImageClassification(tf.Dinov2Config(**DINOV2, num_labels=3)),
+    "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VIT)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER | GEMMA)),
 }
 
@@ -109,7 +110,7 @@ def main(chosen):
         inputs = inputs_of(model)
         with torch.no_grad():
             result = model(**inputs, output_hidden_states=True)
-        y = result.logits if hasattr(result, "logits") else result.last_hidden_state
+        y = result.pooler_output if name == "clip-vision" else result.get("logits", result.get("last_hidden_state"))
         record(folder, inputs, result.hidden_states, y)
     if chosen and "timm" not in chosen:
         return
