@@ -57,6 +57,11 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     8
     """
     kind = config.get("model_type") or ("timm" if "architecture" in config else None)
+    if kind in ("clip", "clip_text_model"):
+        raise CheckpointError(
+            f"config.json has model_type {kind!r}. Of a CLIP only the vision tower is supported, model_type "
+            "'clip_vision_model': transformers' CLIPVisionModel saves it alone."
+        )
     if kind not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {kind!r}, which is not supported. Supported: "

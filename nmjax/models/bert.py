@@ -85,8 +85,9 @@ class BERT(Transformer):
             width, heads, hidden, exact_gelu, epsilon, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
         )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
-        self.pooler = linear(width, width if pooled or classes else 0, dtype=dtype, rngs=rngs)
-        self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
+        outputs = width if pooled or classes else 0
+        self.pooler = linear(width, outputs, dtype=dtype, rngs=rngs)
+        self.head = linear(outputs, classes, dtype=jnp.float32, rngs=rngs)
         self.length, self.first, self.pooling = length, first, pooling
         self._take(depth, dtype, remat, lean, dropout)
 

@@ -75,6 +75,7 @@ def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(ki
         last_is_normed = i == len(theirs) - 1 and kind in TEXT and kind not in POST
         alike(model.norm(states[i]) if last_is_normed else states[i], state, kind, right)
     if kind in ("bert", "xlm-roberta"):
+        assert model(*given).shape == (2, 0)
         alike(states[-1], right["output"], kind, right)
     elif kind == "gpt2-alone":
         alike(model.norm(states[-1]), right["output"], kind, right)
@@ -444,6 +445,8 @@ REFUSED = {
     "gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, roberta, vit, xlm-roberta, and vit_* of timm. For another "
     "kind, write a table of its names, by docs/how_to/checkpoints.md, and pass family=nm.checkpoints.Family(...), or "
     "--family module:name to the command.": ("bert", {"model_type": "t5"}, {}),
+    "config.json has model_type 'clip'. Of a CLIP only the vision tower is supported, model_type 'clip_vision_model'":
+        ("clip-vision", {"model_type": "clip"}, {}),
     "has sliding_window='b', which is not a whole number above 0": ("mistral", {"sliding_window": "b"}, {}),
     "has partial_rotary_factor=0.75. nmjax supports only 1":
         ("phi3", {ROPE: {"rope_type": "default", "partial_rotary_factor": 0.75}}, {}),
