@@ -21,6 +21,7 @@ from flax import nnx
 
 from nmjax import __version__, checkpoints, models, oneshot
 from nmjax.checkpoints.verifying import PROGRAMS
+from nmjax.core import names as names_of
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.layers import layers
 from nmjax.nnx.planning import plan
@@ -119,6 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace the checkpoint in this folder"}
     convert.add_argument("--overwrite", **overwrite)
+    text = "the kind of the checkpoint, if nmjax does not know it: an nm.checkpoints.Family, or a function of the "
+    text += "config and the names of the tensors that returns one"
+    family: dict[str, Any] = {"metavar": "MODULE:NAME", "help": text}
+    convert.add_argument("--family", **family)
     text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken, "
     text += "has NaN or infinity, or does not fit."
     verify = command("verify", _verify, text)
@@ -158,32 +163,50 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--memory", type=_memory, default=8e9, metavar="SIZE", help=text)
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     pruned.add_argument("--overwrite", **overwrite)
+    pruned.add_argument("--family", **family)
     exported = command("export", _export, "Export a checkpoint as ONNX, for other programs.")
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
     exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx")
     exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
     text = "the number of tokens of the ONNX inputs (128, or the model's if it takes fewer)"
     exported.add_argument("--length", type=_whole, help=text)
+    exported.add_argument("--family", **family)
     planned = command("plan", _plan, "Show what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
         "rules", nargs="+", metavar="RULE",
         help="PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)'; the first that matches a layer decides",
     )  # fmt: skip
+    planned.add_argument("--family", **family)
     return parser
+
+
+def _family(asked: argparse.Namespace) -> Any:
+    """Return what ``--family`` names, from Python's path or the current folder; None if it is not given."""
+    if asked.family is None:
+        return None
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return names_of.load(asked.family)
+    except ValueError as error:
+        raise ValueError(f"--family: {error}") from error
 
 
 def _convert(asked: argparse.Namespace) -> int:
     target = Path(asked.to)
     source = _gguf(asked.source, target)
     if source is not None:
+        if asked.family is not None:
+            raise ValueError("--family is for checkpoints with a config.json. A GGUF file names its own kind.")
         checkpoints.convert_gguf(source, target, overwrite=asked.overwrite)
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
     folder = _folder(asked.source)
     _check_target(target, folder, asked.overwrite)
-    model = checkpoints.load(folder)
-    checkpoints.save(target, model, like=folder, overwrite=asked.overwrite)
+    family = _family(asked)
+    model = checkpoints.load(folder, family=family)
+    checkpoints.save(target, model, like=folder, family=family, overwrite=asked.overwrite)
     count = sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{target}: {type(model).__name__} with {count:,} parameters, from {folder}.")
     return 0
@@ -268,7 +291,7 @@ def _prune(asked: argparse.Namespace) -> int:
         raise ValueError("--tensors prunes by magnitude, without data: write --method magnitude.")
     if asked.permute and asked.data is None:
         raise ValueError("--permute measures the inputs of layers. Add --data FILE.")
-    source, overwrite = _folder(asked.path), asked.overwrite
+    source, overwrite, family = _folder(asked.path), asked.overwrite, _family(asked)
     _check_target(Path(asked.out), source, overwrite)
     if asked.tensors:
         names = checkpoints.prune_tensors(
@@ -278,10 +301,10 @@ def _prune(asked: argparse.Namespace) -> int:
         return 0
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:
-        found = checkpoints.prune(source, asked.out, recipe, overwrite=overwrite)
+        found = checkpoints.prune(source, asked.out, recipe, family=family, overwrite=overwrite)
         print(f"{asked.out}: {len(found)} weight matrices are {asked.n}:{asked.m}, by magnitude.")
         return 0
-    make = checkpoints.architecture(source)
+    make = checkpoints.architecture(source, family=family)
     model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     batches, rows, told = _batches(asked, model, source)
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before anything is computed
@@ -305,6 +328,7 @@ def _prune(asked: argparse.Namespace) -> int:
             recipe,
             batches,
             solver,
+            family=family,
             permute=asked.permute,
             memory=asked.memory,
             overwrite=overwrite,
@@ -398,7 +422,7 @@ def _export(asked: argparse.Namespace) -> int:
     source, target = _folder(asked.path), Path(asked.to)
     if target.suffix != ".onnx":
         raise ValueError(f"--to {target}: the name of the file must end with .onnx.")
-    model, inputs, names = _callable(checkpoints.load(source), asked)
+    model, inputs, names = _callable(checkpoints.load(source, family=_family(asked)), asked)
     checkpoints.write_onnx(target, model, *inputs, names=names)
     print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
     return 0
@@ -408,10 +432,15 @@ def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.Shap
     """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them."""
     if isinstance(model, models.ViT):
         return model, [jax.ShapeDtypeStruct((asked.batch, *model.shape), jnp.float32)], ["images"]
+    if not hasattr(model, "length"):
+        raise ValueError(
+            f"{asked.path}: only models of texts and ViT can be exported here. Use nm.checkpoints.write_onnx in Python."
+        )
     tokens = jax.ShapeDtypeStruct((asked.batch, _length(asked, model, 128)), jnp.int32)
     if not isinstance(model, models.BERT):
         return model, [tokens], ["input_ids"]
-    return _Encoder(model), [tokens] * 3, ["input_ids", "attention_mask", "token_type_ids"]
+    names = ["input_ids", "attention_mask", *([] if model.types is None else ["token_type_ids"])]
+    return _Encoder(model), [tokens] * len(names), names
 
 
 class _Encoder(nnx.Module):
@@ -420,7 +449,7 @@ class _Encoder(nnx.Module):
     def __init__(self, model: models.BERT):
         self.model = model
 
-    def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array | None = None) -> jax.Array:
         if self.model.head.kernel.size:
             return self.model(tokens, mask != 0, types)
         return self.model.hidden(tokens, mask != 0, types)[-1]
@@ -433,7 +462,7 @@ def _plan(asked: argparse.Namespace) -> int:
         if not equals:
             raise ValueError(f"a rule is PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)', got {rule!r}.")
         rules.append((pattern, sparsity))
-    found = plan(checkpoints.load(_folder(asked.path)), Recipe((*rules, (".*", "dense"))))
+    found = plan(checkpoints.load(_folder(asked.path), family=_family(asked)), Recipe((*rules, (".*", "dense"))))
     print(found)
     return 1 if found.refused else 0
 

@@ -144,6 +144,76 @@ WRONG = {
 }  # fmt: skip
 
 
+OWN = """
+from flax import nnx
+from nmjax.checkpoints import Family, Rename, Table
+
+class Net(nnx.Module):
+    def __init__(self, width, depth, *, rngs):
+        self.blocks = nnx.List([nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(depth)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+TABLE = Table((Rename("layers.{n}.w", "blocks/{n}/kernel", (1, 0)),))
+
+def own(config, names):
+    return Family(Net, {"width": config["d"], "depth": len(names)}, TABLE)
+
+FIXED = Family(Net, {"width": 8, "depth": 2}, TABLE)
+NEITHER = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A checkpoint of a kind that nmjax does not know, beside a module that describes it, in the current folder."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "our_kind", raising=False)
+    (tmp_path / "our_kind.py").write_text(OWN)
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net/config.json").write_text('{"model_type": "net", "d": 8}')
+    weights = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    checkpoints.write("net/model.safetensors", {f"layers.{i}.w": w for i, w in enumerate(weights)})
+    yield weights
+    sys.modules.pop("our_kind", None)
+
+
+@pytest.mark.parametrize("name", ["own", "FIXED"])
+def test_a_kind_of_ones_own(name, own, capsys):
+    words = ["--family", f"our_kind:{name}"]
+    status, out, _ = run(capsys, "plan", "net", "blocks/.*=ste(2,4)", *words)
+    assert status == 0
+    assert "blocks/0-1" in out
+    assert run(capsys, "convert", "net", "--to", "copy", *words)[0] == 0
+    assert Path("copy/model.safetensors").read_bytes() == Path("net/model.safetensors").read_bytes()
+    assert run(capsys, "prune", "net", "--method", "magnitude", "--out", "sparse", *words)[0] == 0
+    for i, (w, found) in enumerate(zip(own, checkpoints.read("sparse").values(), strict=True)):
+        np.testing.assert_array_equal(found, nm.prune(nm.mse(2, 4), w, axis=1), err_msg=str(i))
+
+
+OWN_MISTAKES = {
+    "nmjax plan: --family: 'our_kind' is not of the form module:name": "our_kind",
+    "nmjax plan: --family: there is no module 'no_kind'. Start in the folder that holds it": "no_kind:own",
+    "nmjax plan: --family: our_kind:owns: the module our_kind (": "our_kind:owns",
+    "nmjax plan: net: family is an nm.checkpoints.Family, or a function of the config and the names that returns one, "
+    "got 3.": "our_kind:NEITHER",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", OWN_MISTAKES)
+def test_mistakes_of_a_kind_of_ones_own(said, own, capsys):
+    assert refused(capsys, "plan", "net", "blocks/.*=ste(2,4)", "--family", OWN_MISTAKES[said]).startswith(said)
+
+
+def test_a_kind_of_ones_own_that_has_no_known_inputs_is_not_exported(own, capsys):
+    said = refused(capsys, "export", "net", "--to", "net.onnx", "--family", "our_kind:own")
+    assert "net: only models of texts and ViT can be exported here. Use nm.checkpoints.write_onnx in Python." in said
+
+
 @pytest.mark.parametrize("said", WRONG)
 def test_mistakes_are_one_sentence(said, capsys):
     assert refused(capsys, *WRONG[said]).startswith(said)

@@ -242,6 +242,17 @@ def test_pools():
     np.testing.assert_allclose(forward(cls, IMAGES), jnp.broadcast_to(token, (4, 4)), atol=1e-5)
 
 
+def test_layer_scale():
+    """Factors of 0 leave the input as it is, and those of 1 the block as it is without."""
+    x = jax.random.normal(jax.random.key(0), (2, 4, 16))
+    make = lambda scale: Block(16, 2, 32, jax.nn.relu, 1e-6, layer_scale=scale, dtype=None, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(make(0.0)(x), x)
+    np.testing.assert_array_equal(make(1.0)(x), make(None)(x))
+    double = make(1.0)
+    double.scale1[...], double.scale2[...] = 2.0 + 0 * double.scale1[...], 0 * double.scale2[...]
+    np.testing.assert_allclose(double(x), x + 2 * double.attention(double.norm1(x)), atol=1e-6)
+
+
 @pytest.mark.parametrize("post", [False, True])
 def test_where_the_norms_stand(post):
     block = Block(16, 2, 32, jax.nn.relu, 1e-6, post=post, dtype=None, rngs=nnx.Rngs(0))
@@ -445,7 +456,7 @@ BAD = {
     "patch must divide image, got patch=3 and image=8.* to 6":
         lambda: ViT(**SMALL, image=8, patch=3, classes=2, rngs=nnx.Rngs(0)),
     "depth is the number of blocks, at least 1, got 0": lambda: MAKE["gpt"](depth=0),
-    "pool is 'cls' or 'mean', got 'max'":
+    "pool is 'cls', 'mean' or 'both', got 'max'":
         lambda: ViT(**SMALL, image=8, patch=4, classes=2, pool="max", rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, 8, 8, 3\], got \(8, 8, 3\)": lambda: MAKE["vit"]()(IMAGES[0]),
     "stem is 'imagenet', .* 'cifar', .* or 'half', .* got 'small'":

@@ -25,7 +25,7 @@ class Family(NamedTuple):
       model: The class of the model.
       options: Its arguments, as the config gives them.
       table: The names of the tensors.
-      head: The names of the weight and the bias of a head for classes, which a checkpoint may lack.
+      head: The names of the weights and biases of a head for classes, which a checkpoint may lack.
 
     >>> layer = Rename("fc.weight", "kernel", (1, 0)), Rename("fc.bias", "bias")
     >>> linear = Family(nnx.Linear, {"in_features": 8, "out_features": 4}, Table(layer))
@@ -37,6 +37,9 @@ class Family(NamedTuple):
     options: dict[str, Any]
     table: Table
     head: tuple[str, ...] = ()
+
+
+Kind = Family | Callable[[Config, Collection[str]], Family]
 
 
 def family_of(config: Config, names: Collection[str]) -> Family:
@@ -54,12 +57,17 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     8
     """
     kind = config.get("model_type") or ("timm" if "architecture" in config else None)
+    if kind in ("clip", "clip_text_model"):
+        raise CheckpointError(
+            f"config.json has model_type {kind!r}. Of a CLIP only the vision tower is supported, model_type "
+            "'clip_vision_model': transformers' CLIPVisionModel saves it alone."
+        )
     if kind not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type {kind!r}, which is not supported. Supported: "
             f"{', '.join(sorted(set(FAMILIES) - {'timm'}))}, and vit_* of timm."
-            + (" Its layout is that of 'llama': write this in its place." if kind == "mistral" else "")
-            + " For another kind, pass family=nm.checkpoints.Family(...) with a table of your own."
+            " For another kind, write a table of its names, by docs/how_to/checkpoints.md, and pass "
+            "family=nm.checkpoints.Family(...), or --family module:name to the command."
         )
     _refuse(config, quantization_config=())
     family = FAMILIES[kind](config, names)
@@ -74,7 +82,8 @@ def family_of(config: Config, names: Collection[str]) -> Family:
 
 
 WHOLE = (
-    "vocabulary", "length", "width", "depth", "heads", "kv_heads", "features", "hidden", "image", "patch", "channels",
+    "vocabulary", "length", "first", "width", "depth", "heads", "kv_heads", "features", "hidden", "image", "patch",
+    "channels",
 )  # fmt: skip
 POSITIVE = ("epsilon", "query_scale")
 
@@ -84,10 +93,17 @@ SIZES = {
     "width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads", "hidden": "intermediate_size",
 }  # fmt: skip
 TEXT = {"vocabulary": "vocab_size", "length": "max_position_embeddings"}
+
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "gelu": exact_gelu,
+    "quick_gelu": _quick_gelu,
 }
 
 
@@ -159,6 +175,11 @@ def _wholes(config: Config, fields: Mapping[str, str]) -> dict[str, int]:
     return {ours: _number(f"has {name}", _field(config, name), whole=True) for ours, name in fields.items()}
 
 
+def _head(*layers: str) -> tuple[str, ...]:
+    """Return the names of the weights and biases of a head's layers."""
+    return tuple(f"{layer}.{one}" for layer in layers for one in ("weight", "bias"))
+
+
 def _classes(config: Config) -> int:
     """Return the number of classes of a head: of the labels, or 2 as transformers has it."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
@@ -169,7 +190,8 @@ def _classes(config: Config) -> int:
 
 def _bert(config: Config, names: Collection[str]) -> Family:
     _refuse(config, hidden_act="gelu", position_embedding_type="absolute", is_decoder=False)
-    p = _prefix(names, "bert.", "embeddings.word_embeddings.weight")
+    roberta = config["model_type"] != "bert"
+    p = _prefix(names, "roberta." if roberta else "bert.", "embeddings.word_embeddings.weight")
     old = any(name.endswith("LayerNorm.gamma") for name in names)  # the first checkpoints have these names
     block = {
         **{f"attention/{one}": f"attention.self.{one}" for one in QKV}, "attention/out": "attention.output.dense",
@@ -179,39 +201,98 @@ def _bert(config: Config, names: Collection[str]) -> Family:
     others = {
         "tokens": f"{p}embeddings.word_embeddings", "positions": f"{p}embeddings.position_embeddings",
         "types": f"{p}embeddings.token_type_embeddings", "norm": f"{p}embeddings.LayerNorm",
-        "pooler": f"{p}pooler.dense", "head": "classifier",
+        **({"pooler": "classifier.dense", "head": "classifier.out_proj"} if roberta else
+           {"pooler": f"{p}pooler.dense", "head": "classifier"}),
     }  # fmt: skip
     norm = ("gamma", "beta") if old else ("weight", "bias")
     renames = _layers(others, norm=norm) + _layers(block, p + "encoder.layer.{n}.", "blocks/{n}/", norm=norm)
+    pooled = f"{p}pooler.dense.weight" in names and not roberta
+    head = _head(others["head"], *([] if pooled else [others["pooler"]]))
     options = _wholes(config, TEXT | SIZES) | {
-        "types": config.get("type_vocab_size", 2), "epsilon": config.get("layer_norm_eps", 1e-12),
+        "types": config.get("type_vocab_size", 2), "epsilon": config.get("layer_norm_eps", 1e-12), "pooled": pooled,
+        "classes": _classes(config) if head[0] in names else 0,
+    }  # fmt: skip
+    kept = [re.escape(p) + r"embeddings\.position_ids", r"cls\..*"]  # the heads of pretraining
+    if roberta:  # its positions begin after that of padding, and its head has a pooler of its own
+        options["first"] = 1 + config.get("pad_token_id", 1)
+        options["length"] -= options["first"]
+        kept += [re.escape(p) + r"pooler\.dense\..*", r"lm_head\..*"]
+    return Family(BERT, options, Table(renames, tuple(kept)), head)
+
+
+def _distilbert(config: Config, names: Collection[str]) -> Family:
+    _refuse(config, activation="gelu")
+    p = _prefix(names, "distilbert.", "embeddings.word_embeddings.weight")
+    block = {
+        **{f"attention/{one}": f"attention.{one[0]}_lin" for one in QKV}, "attention/out": "attention.out_lin",
+        "norm1": "sa_layer_norm", "mlp/up": "ffn.lin1", "mlp/down": "ffn.lin2", "norm2": "output_layer_norm",
+    }  # fmt: skip
+    others = {
+        "tokens": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
+        "norm": "embeddings.LayerNorm",
+    }  # fmt: skip
+    renames = _layers(others, p) + _layers({"pooler": "pre_classifier", "head": "classifier"})
+    renames += _layers(block, p + "transformer.layer.{n}.", "blocks/{n}/")
+    sizes = {"width": "dim", "depth": "n_layers", "heads": "n_heads", "hidden": "hidden_dim"}
+    options = _wholes(config, TEXT | sizes) | {
+        "types": 0, "pooled": False, "pooling": jax.nn.relu,
         "classes": _classes(config) if "classifier.weight" in names else 0,
     }  # fmt: skip
-    kept = (re.escape(p) + r"embeddings\.position_ids", r"cls\..*")  # the heads of pretraining
-    return Family(BERT, options, Table(renames, kept), ("classifier.weight", "classifier.bias"))
+    return Family(BERT, options, Table(renames, (r"vocab_.*",)), _head("classifier", "pre_classifier"))
 
 
 def _vit(config: Config, names: Collection[str]) -> Family:
-    _refuse(config, hidden_act="gelu", qkv_bias=True)
-    p = _prefix(names, "vit.", "embeddings.cls_token")
-    block = {
-        "norm1": "layernorm_before", **{f"attention/{one}": f"attention.attention.{one}" for one in QKV},
-        "attention/out": "attention.output.dense", "norm2": "layernorm_after", "mlp/up": "intermediate.dense",
+    _refuse(config, hidden_act="gelu", qkv_bias=True, use_swiglu_ffn=False)
+    dino = config["model_type"] == "dinov2"
+    p = _prefix(names, "dinov2." if dino else "vit.", "embeddings.cls_token")
+    block = {f"attention/{one}": f"attention.attention.{one}" for one in QKV}
+    block |= {"attention/out": "attention.output.dense"} | ({
+        "norm1": "norm1", "norm2": "norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
+    } if dino else {
+        "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp/up": "intermediate.dense",
         "mlp/down": "output.dense",
-    }  # fmt: skip
+    })  # fmt: skip
     others = {"patches": f"{p}embeddings.patch_embeddings.projection", "norm": f"{p}layernorm", "head": "classifier"}
     renames = (
         Rename(p + "embeddings.cls_token", "cls", (1, 2)),
         Rename(p + "embeddings.position_embeddings", "positions", (1, 2)),
+        *(Rename(p + f"encoder.layer.{{n}}.layer_scale{i}.lambda1", f"blocks/{{n}}/scale{i}") for i in (1, 2)),
         *_layers(others),
         *_layers(block, p + "encoder.layer.{n}.", "blocks/{n}/"),
     )
-    options = _wholes(config, SIZES | {"image": "image_size", "patch": "patch_size"}) | {
-        "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-12),
+    sizes = {ours: theirs for ours, theirs in SIZES.items() if not (dino and ours == "hidden")}
+    options = _wholes(config, sizes | {"image": "image_size", "patch": "patch_size"}) | {
+        "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-6 if dino else 1e-12),
         "classes": _classes(config) if "classifier.weight" in names else 0,
     }  # fmt: skip
-    kept = (re.escape(p) + r"pooler\.dense\..*",)
-    return Family(ViT, options, Table(renames, kept), ("classifier.weight", "classifier.bias"))
+    if dino:
+        scale, hidden = config.get("layerscale_value", 1.0), int(options["width"] * config.get("mlp_ratio", 4))
+        options |= {"hidden": hidden, "pool": "both", "layer_scale": float(scale)}
+    kept = (re.escape(p) + r"(pooler\.dense\..*|embeddings\.mask_token)",)
+    return Family(ViT, options, Table(renames, kept), _head("classifier"))
+
+
+def _clip_vision(config: Config, names: Collection[str]) -> Family:
+    activation = config.get("hidden_act", "quick_gelu")
+    _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
+    p = _prefix(names, "vision_model.", "embeddings.class_embedding")
+    block = {
+        "norm1": "layer_norm1", **{f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV},
+        "attention/out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
+    }  # fmt: skip
+    renames = (
+        Rename(p + "embeddings.class_embedding", "cls", (None, 0)),
+        Rename(p + "embeddings.position_embedding.weight", "positions"),
+        *_layers({"patches": "embeddings.patch_embedding"}, p, bias=False),
+        *_layers({"embedding_norm": "pre_layrnorm", "norm": "post_layernorm"}, p),
+        *_layers(block, p + "encoder.layers.{n}.", "blocks/{n}/"),
+    )
+    options = _wholes(config, SIZES | {"image": "image_size", "patch": "patch_size"}) | {
+        "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-5), "classes": 0,
+        "activation": ACTIVATIONS[activation], "norm_embedding": True,
+    }  # fmt: skip
+    kept = (re.escape(p) + r"embeddings\.position_ids", r"visual_projection\.weight")
+    return Family(ViT, options, Table(renames, kept))
 
 
 def _timm(config: Config, names: Collection[str]) -> Family:
@@ -243,7 +324,7 @@ def _timm(config: Config, names: Collection[str]) -> Family:
         "heads": int(given.get("num_heads", width // 64)), "hidden": int(width * given.get("mlp_ratio", 4)),
         "epsilon": 1e-6, "classes": int(config.get("num_classes", 0)) if "head.weight" in names else 0,
     }  # fmt: skip
-    return Family(ViT, options, Table(renames), ("head.weight", "head.bias"))
+    return Family(ViT, options, Table(renames), _head("head"))
 
 
 def _gpt2(config: Config, names: Collection[str]) -> Family:
@@ -288,15 +369,18 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
     tied = bool(config.get("tie_word_embeddings", gemma))
     p = _prefix(names, "model.", "embed_tokens.weight")
-    biased, normed = kind == "qwen2", kind in ("qwen3", "gemma3_text")
+    biased, normed, fused = kind == "qwen2", kind in ("qwen3", "gemma3_text"), kind == "phi3"
     after = {"out_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm",
              "out_norm2": "post_feedforward_layernorm"} if gemma else {"norm2": "post_attention_layernorm"}  # fmt: skip
+    inputs: dict[Any, str] = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
+    gated: dict[Any, str] = {f"mlp/{one}": f"mlp.{one}_proj" for one in ("gate", "up")}
+    if fused:
+        inputs, gated = {tuple(inputs): "self_attn.qkv_proj"}, {tuple(gated): "mlp.gate_up_proj"}
     block = {
         "norm1": "input_layernorm", "attention/out": "self_attn.o_proj", **after,
         **({f"attention/{one}_norm": f"self_attn.{one[0]}_norm" for one in ("query", "key")} if normed else {}),
-        **{f"mlp/{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+        **gated, "mlp/down": "mlp.down_proj",
     }  # fmt: skip
-    inputs = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
     renames = _layers({"tokens": "embed_tokens", "norm": "norm"}, p, bias=False)
     renames += _layers(block, p + "layers.{n}.", "blocks/{n}/", bias=False)
     renames += _layers(inputs, p + "layers.{n}.", "blocks/{n}/", bias=biased)
@@ -304,10 +388,12 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         renames += _layers({"tokens" if tied else "head": "lm_head"}, bias=False)
     options: dict[str, Any] = _wholes(config, TEXT | SIZES)
     width, heads = options["width"], options["heads"]
+    window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     rotary, local_rotary = _rotaries(config)
     options |= {
         "kv_heads": config.get("num_key_value_heads") or heads, "features": config.get("head_dim") or width // heads,
-        "activation": ACTIVATIONS[activation], "epsilon": config.get("rms_norm_eps", 1e-6), "rotary": rotary,
+        "activation": ACTIVATIONS[activation], "epsilon": config.get("rms_norm_eps", 1e-5 if fused else 1e-6),
+        "rotary": rotary,
         "bias": biased, "norm_heads": normed, "tied": tied,
     }  # fmt: skip
     if gemma:
@@ -316,6 +402,9 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
             "local_rotary": local_rotary, "norm_outputs": True, "norm_offset": 1.0, "embedding_scale": width**0.5,
             "query_scale": scale**-0.5,
         }  # fmt: skip
+    elif kind in ("mistral", "phi3") and window is not None:
+        window = _number("has sliding_window", window, whole=True)
+        options |= {"local": (True,) * options["depth"], "local_rotary": rotary, "window": window}
     return Family(Decoder, options, Table(renames, (r".*\.rotary_emb\.inv_freq",)))
 
 
@@ -347,6 +436,7 @@ def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
 
 
 def _rotary(about: Mapping[str, Any]) -> Rotary:
+    _refuse(about, partial_rotary_factor=1)
     theta, kind = float(about.get("rope_theta", 1e4)), about.get("rope_type", "default")
     if kind == "default":
         return Rotary(theta)
@@ -360,10 +450,17 @@ def _rotary(about: Mapping[str, Any]) -> Rotary:
 
 FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "bert": _bert,
+    "roberta": _bert,
+    "xlm-roberta": _bert,
+    "distilbert": _distilbert,
     "vit": _vit,
+    "dinov2": _vit,
+    "clip_vision_model": _clip_vision,
     "timm": _timm,
     "gpt2": _gpt2,
     "llama": _decoder,
+    "mistral": _decoder,
+    "phi3": _decoder,
     "qwen2": _decoder,
     "qwen3": _decoder,
     "gemma3_text": _decoder,

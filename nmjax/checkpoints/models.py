@@ -1,8 +1,8 @@
 """Loads models from checkpoints, and saves them as checkpoints of the same form."""
 
-import inspect
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +16,7 @@ from flax import nnx
 
 from nmjax.checkpoints import torch_files
 from nmjax.checkpoints.drafts import finish, replacing_all
-from nmjax.checkpoints.families import Config, Family, family_of
+from nmjax.checkpoints.families import Config, Family, Kind, family_of
 from nmjax.checkpoints.names import Table
 from nmjax.checkpoints.tensors import (
     CheckpointError,
@@ -30,13 +30,12 @@ from nmjax.checkpoints.torch_files import SUFFIXES
 from nmjax.nnx.variables import SparsityState
 from nmjax.pruners import identity
 
-HEAD = ("head/kernel", "head/bias")
 TEXTS = (".json", ".txt", ".md", ".model", ".jinja", ".yaml")  # also of tokenizers
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
 
 def load(
-    path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, family: Family | None = None, **options: Any
+    path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, family: Kind | None = None, **options: Any
 ) -> Any:  # fmt: skip
     """Return the model of a checkpoint in the layout of Hugging Face's transformers, or of timm.
 
@@ -46,8 +45,9 @@ def load(
       path: A folder with ``config.json``, and a safetensors file or the index of several; or the file. A file of torch
         (.bin, .pth, .pt) is opened by torch's restricted loader, if torch is installed.
       rngs: The random number generators of a new head.
-      family: The kind of the checkpoint: its model, the model's arguments, and the table of names. Without it
-        ``config.json`` chooses one of the supported kinds.
+      family: The kind of the checkpoint: its model, the model's arguments, and the table of names; or a function that
+        returns it for the content of ``config.json`` and the names of the tensors. Without it ``config.json`` chooses
+        one of the supported kinds.
       **options: Arguments of the model in place of those of the config, such as ``scan=True``, ``dtype`` or
         ``dropout``. If the checkpoint has no head of so many ``classes``, the head is new, and needs ``rngs``.
 
@@ -66,11 +66,10 @@ def load(
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
     """
-    about, classes = family or _family(path), options.get("classes", 0)
+    about, classes = _family(path, family), options.get("classes", 0)
     make = architecture(path, family=about, **options)
-    takes = bool(about.head) or "classes" in inspect.signature(about.model).parameters
-    if classes and classes != about.options.get("classes") and (rngs is None or not takes):
-        advice = "Pass rngs=nnx.Rngs(0) for a new one." if takes else "Leave out classes: its model takes none."
+    if classes and classes != about.options.get("classes") and (rngs is None or not about.head):
+        advice = "Pass rngs=nnx.Rngs(0) for a new one." if about.head else "Leave out classes: its kind has no head."
         raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
     read_ones = parameters(path, family=about, **options)
     with np.errstate(invalid="ignore"):  # of a signalling NaN
@@ -103,7 +102,7 @@ def made_of(
 
 
 def architecture(
-    path: str | os.PathLike[str], *, family: Family | None = None, **options: Any
+    path: str | os.PathLike[str], *, family: Kind | None = None, **options: Any
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a function that makes the model of a checkpoint with new parameters. It takes ``rngs`` by keyword.
 
@@ -113,12 +112,12 @@ def architecture(
     ...     model = nnx.eval_shape(lambda: architecture(path)(rngs=nnx.Rngs(0)))
     ...     return [kernel.shape for kernel in jax.tree.leaves(nnx.state(model, nnx.Param))]
     """
-    about = family or _family(path)
+    about = _family(path, family)
     return partial(about.model, **(about.options | options))
 
 
 def parameters(
-    path: str | os.PathLike[str], *, family: Family | None = None, **options: Any
+    path: str | os.PathLike[str], *, family: Kind | None = None, **options: Any
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Return the parameters of a checkpoint by their paths in its model. Those of a new head are left out.
 
@@ -131,13 +130,15 @@ def parameters(
 
 
 def views(
-    path: str | os.PathLike[str], held: Tensors, *, family: Family | None = None, **options: Any
+    path: str | os.PathLike[str], held: Tensors, *, family: Kind | None = None, **options: Any
 ) -> dict[str, np.ndarray]:
     """Return what `parameters` returns, made of these tensors."""
-    about = family or _family(path)
+    about = _family(path, family)
     make = architecture(path, family=about, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
-    wanted = {name: v for name, v in _abstract(make).items() if not (new and name in HEAD)}
+    heads = [rename.ours for rename in about.table.renames if new and rename.theirs in about.head]
+    head = {path for ours in heads for path in ((ours,) if isinstance(ours, str) else ours)}
+    wanted = {name: v for name, v in _abstract(make).items() if name not in head}
     try:
         blocks = _blocks(wanted)
         found = _table(about, new).read(held, {one: block.shape for one, block in blocks.items()})
@@ -164,7 +165,7 @@ def check(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def save(
-    path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Family | None = None,
+    path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Kind | None = None,
     overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Write the parameters of a model as a checkpoint, in the layout of the one from which it was loaded.
@@ -191,12 +192,12 @@ def save(
     """
     if (layer := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
-    about, tensors, folder, home = family or _family(like), opened(like), Path(path), _home(like)
+    about, tensors, folder, home = _family(like, family), opened(like), Path(path), _home(like)
     config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
         {name: v.get_value() for name, v in _by_path(nnx.state(model, nnx.Param)).items() if 0 not in v.shape}
     )
-    classes = values[HEAD[1]].shape[0] if HEAD[1] in values else 0
+    classes = values["head/bias"].shape[0] if "head/bias" in values else 0
     new = bool(about.head) and "classes" in about.options and classes != about.options["classes"]
     held = {name: tensors[name] for name in tensors if not (new and name in about.head)}
     try:
@@ -352,10 +353,18 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
-def _family(path: str | os.PathLike[str]) -> Family:
+def _family(path: str | os.PathLike[str], family: Kind | None) -> Family:
+    """Return the kind of a checkpoint: as it is given, or by its config."""
+    if isinstance(family, Family):
+        return family
     config: Config = _config(path)
     try:
-        return family_of(config, opened(path))
+        choose = family_of if family is None else family
+        found = choose(config, opened(path)) if callable(choose) else choose
+        if isinstance(found, Family):
+            return found
+        wanted = "family is an nm.checkpoints.Family, or a function of the config and the names that returns one"
+        raise CheckpointError(f"{wanted}, got {found!r:.80}.")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of a field of another type
@@ -366,8 +375,8 @@ def _table(about: Family, new: bool) -> Table:
     """Return the table of names, without the head if the head is new."""
     if not new:
         return about.table
-    renames = tuple(rename for rename in about.table.renames if rename.ours not in HEAD)
-    return Table(renames, (*about.table.kept, *(name.replace(".", r"\.") for name in about.head)))
+    renames = tuple(rename for rename in about.table.renames if rename.theirs not in about.head)
+    return Table(renames, (*about.table.kept, *map(re.escape, about.head)))
 
 
 def _by_path(state: Any) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Rename(NamedTuple):
       theirs: The name of the tensor; or several names, in their order.
       ours: The path of the parameter; or several paths, in their order.
       axes: For each axis of the parameter the axis of the tensor, as in `numpy.transpose`; None if they are the same.
-        An axis of the tensor that is not named must have size 1.
+        An axis of the tensor that is not named must have size 1. None in place of an axis is one of size 1 that the
+        tensor lacks.
       along: The axis of the parameter along which several lie one after another.
 
     >>> Rename("layer.{n}.up.weight", "blocks/{n}/mlp/up/kernel", axes=(1, 0))  # torch keeps [out, in]
@@ -35,7 +36,7 @@ class Rename(NamedTuple):
 
     theirs: str | tuple[str, ...]
     ours: str | tuple[str, ...]
-    axes: tuple[int, ...] | None = None
+    axes: tuple[int | None, ...] | None = None
     along: int = 0
 
 
@@ -44,7 +45,7 @@ class _Part(NamedTuple):
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
-    axes: tuple[int, ...] | None
+    axes: tuple[int | None, ...] | None
     along: int
 
 
@@ -142,13 +143,14 @@ class Table:
                     shape, dtype = source.shape, source.dtype
                 elif name in new and len(part.theirs) == len(part.ours) == 1:
                     value = parameters[part.ours[0]]
-                    axes = range(len(value.shape)) if part.axes is None else np.argsort(part.axes)
+                    axes = range(len(value.shape)) if part.axes is None else _back(part.axes)
                     shape, dtype = tuple(value.shape[a] for a in axes), np.dtype(value.dtype)
                 else:
                     raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint `like` has no tensor {name!r}.")
                 cut = None
                 if len(part.theirs) > 1:
-                    cut = begin, begin + shape[part.along if part.axes is None else part.axes[part.along]]
+                    along = part.along if part.axes is None else part.axes[part.along]
+                    cut = begin, begin + (1 if along is None else shape[along])
                     begin = cut[1]
                 made[name] = Tensor(shape, dtype, partial(_made, part, parameters, cut, shape, dtype, source))
         if left := [name for name in like if name not in made and not self._keeps(name)]:
@@ -189,7 +191,10 @@ def _made(
     whole = values[0] if len(values) == 1 else np.concatenate(values, part.along)
     if cut is not None:
         whole = np.moveaxis(np.moveaxis(whole, part.along, 0)[slice(*cut)], 0, part.along)
-    value = whole if part.axes is None else whole.transpose(np.argsort(part.axes))
+    if part.axes is not None:
+        lacking = tuple(i for i, axis in enumerate(part.axes) if axis is None)
+        whole = whole.transpose(*_back(part.axes), *lacking)
+    value = whole
     value = value if value.ndim == len(shape) else value.reshape(shape)  # with its axes of size 1
     with np.errstate(invalid="ignore"):  # of a signalling NaN
         made = value.astype(dtype, copy=False)
@@ -206,14 +211,20 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\{n\}", r"(?P<n>0|[1-9]\d*)", 1).replace(r"\{n\}", r"(?P=n)"))
 
 
-def _moved(value: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
+def _back(axes: tuple[int | None, ...]) -> list[int]:
+    """Return the axes of a parameter in the order of the tensor's."""
+    return [place for _, place in sorted((axis, place) for place, axis in enumerate(axes) if axis is not None)]
+
+
+def _moved(value: np.ndarray, axes: tuple[int | None, ...] | None) -> np.ndarray:
     """Return a tensor with its axes in the order of the parameter; itself if they do not fit."""
     if axes is None:
         return value
+    named = [a for a in axes if a is not None]
     single = [a for a in range(value.ndim) if a not in axes]
-    if any(a >= value.ndim for a in axes) or any(value.shape[a] != 1 for a in single):
+    if any(a >= value.ndim for a in named) or any(value.shape[a] != 1 for a in single):
         return value
-    return value.transpose(*axes, *single).reshape([value.shape[a] for a in axes])
+    return value.transpose(*named, *single).reshape([1 if a is None else value.shape[a] for a in axes])
 
 
 def _cut(values: list[np.ndarray], shapes: list[tuple[int, ...]], along: int) -> list[np.ndarray] | None:

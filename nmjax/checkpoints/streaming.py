@@ -28,7 +28,7 @@ from flax import nnx
 
 from nmjax.checkpoints import models, tensors
 from nmjax.checkpoints.drafts import put, unfinished
-from nmjax.checkpoints.families import Family
+from nmjax.checkpoints.families import Kind
 from nmjax.checkpoints.tensors import CheckpointError, Tensors
 from nmjax.checkpoints.torch_files import SUFFIXES
 from nmjax.core import layer_paths
@@ -48,7 +48,7 @@ CHUNK = 1 << 24  # values that are looked at together
 
 def prune(
     source: str | os.PathLike[str], target: str | os.PathLike[str], recipe: Recipe, batches: Iterable[Any] = (),
-    solver: Solver = magnitude, *, family: Family | None = None, permute: bool = False, memory: float = 8e9,
+    solver: Solver = magnitude, *, family: Kind | None = None, permute: bool = False, memory: float = 8e9,
     overwrite: bool = False, progress: bool = False,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Prune the blocks of a checkpoint in one shot, and write it to another folder, one block at a time.
@@ -282,7 +282,7 @@ def _digest(calls: list[Call]) -> str:
 # ---- the model ----
 
 
-def _model(source: Any, held: Tensors, family: Family | None) -> tuple[Any, dict[str, np.ndarray]]:
+def _model(source: Any, held: Tensors, family: Kind | None) -> tuple[Any, dict[str, np.ndarray]]:
     """Return the model of a checkpoint, and its parameters by path: views of the tensors, in their dtype.
 
     It computes in float32.

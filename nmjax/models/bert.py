@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nmjax.kernels.activations import exact_gelu
 from nmjax.models.transformer import (
     INIT,
+    Activation,
     Block,
     Dropout,
     Transformer,
@@ -34,6 +35,8 @@ class BERT(Transformer):
     Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (arXiv 1810.04805). With 30522 tokens and a
     length of 512, the numbers of parameters without the head are: base 109,482,240; large 335,141,888.
 
+    Its options make it a RoBERTa (arXiv 1907.11692), XLM-R (arXiv 1911.02116) or DistilBERT (arXiv 1910.01108).
+
     >>> import nmjax as nm
     >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}  # or nm.models.bert.SIZES["base"]
     >>> model = nm.models.BERT(**size, vocabulary=100, length=16, classes=2, rngs=nnx.Rngs(0))
@@ -53,6 +56,9 @@ class BERT(Transformer):
         heads: int,
         hidden: int,
         classes: int,
+        first: int = 0,
+        pooled: bool = True,
+        pooling: Activation = jnp.tanh,
         epsilon: float = 1e-12,
         dropout: float = 0.0,
         scores: bool = False,
@@ -65,21 +71,25 @@ class BERT(Transformer):
         """Make the model. Arguments that are not described here are those of `nmjax.models.transformer.Transformer`.
 
         Args:
-          types: The number of sentence types.
+          types: The number of sentence types, 0 for none, as in DistilBERT.
+          first: The row of the first position in the embedding of positions, 2 in RoBERTa.
+          pooled: False if a model without classes has no pooler, as in RoBERTa and DistilBERT.
+          pooling: The activation of the pooler, `jax.nn.relu` in DistilBERT.
           dropout: The rate of dropout: of the embedding, in the blocks, and before the head. The paper has 0.1.
         """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
-        self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
-        self.types = nnx.Embed(types, width, embedding_init=INIT, rngs=rngs)
+        self.positions = nnx.Embed(first + length, width, embedding_init=INIT, rngs=rngs)
+        self.types = nnx.Embed(types, width, embedding_init=INIT, rngs=rngs) if types else None
         self.norm = norm(width, epsilon, rngs=rngs)
         rates = Dropout(scores=dropout, sums=dropout)
         make = lambda rngs: Block(
             width, heads, hidden, exact_gelu, epsilon, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
         )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
-        self.pooler = linear(width, width, dtype=dtype, rngs=rngs)
-        self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
-        self.length = length
+        outputs = width if pooled or classes else 0
+        self.pooler = linear(width, outputs, dtype=dtype, rngs=rngs)
+        self.head = linear(outputs, classes, dtype=jnp.float32, rngs=rngs)
+        self.length, self.first, self.pooling = length, first, pooling
         self._take(depth, dtype, remat, lean, dropout)
 
     def __call__(
@@ -91,7 +101,8 @@ class BERT(Transformer):
     ) -> Float[Array, "batch classes"]:
         """Return the logits of the classes, in float32.
 
-        ``types`` is the sentence that each token belongs to: 0 for the first, 1 for the second.
+        ``types`` is the sentence that each token belongs to: 0 for the first, 1 for the second. A model without types
+        does not use it. Padding is at the end of texts.
         """
         keys = keys_of(key, 2)
         return self.logits(self._states(tokens, mask, types, keys[0]), keys[1])
@@ -100,15 +111,16 @@ class BERT(Transformer):
         self, x: Float[Array, "batch time width"], key: jax.Array | None = None
     ) -> Float[Array, "batch classes"]:
         """Return the logits of the classes from the last hidden state."""
-        return self.head(dropped(jnp.tanh(self.pooler(x[:, 0])), self.dropout, key))
+        return self.head(dropped(self.pooling(self.pooler(x[:, 0])), self.dropout, key))
 
     def _states(
         self, tokens: jax.Array, mask: jax.Array | None = None, types: jax.Array | None = None,
         key: jax.Array | None = None, every: bool = False,
     ) -> jax.Array:  # fmt: skip
-        x = embedded(self, tokens)
+        x = embedded(self, tokens, self.first)
         for name, value in (("mask", mask), ("types", types)):
             if value is not None and value.shape != tokens.shape:
                 raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {value.shape}.")
-        x = self.norm(x + found(self.types, jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
-        return self._through(x, None if mask is None else mask.astype(bool), key, every)
+        if self.types is not None:
+            x = x + found(self.types, jnp.zeros_like(tokens) if types is None else types)
+        return self._through(self.norm(x).astype(self.dtype), None if mask is None else mask.astype(bool), key, every)

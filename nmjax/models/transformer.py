@@ -210,6 +210,7 @@ class Block(nnx.Module):
         causal: bool = False,
         scores: bool = False,
         post: bool = False,
+        layer_scale: float | None = None,
         dropout: Dropout = Dropout(),
         inits: tuple[Initializer, Initializer] = (INIT, INIT),
         dtype: DTypeLike | None,
@@ -220,6 +221,8 @@ class Block(nnx.Module):
         Args:
           activation: The activation of the perceptron.
           post: True if the norms follow the sums; else they stand before attention and perceptron.
+          layer_scale: The initial factor of the outputs of attention and perceptron, one for each feature, which
+            training changes; None for no factors.
           inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
         """
         check_rate(dropout.sums)
@@ -228,6 +231,8 @@ class Block(nnx.Module):
         self.attention = Attention(width, heads, causal=causal, scores=scores, dropout=dropout.scores, **options)
         self.norm2 = norm(width, epsilon, rngs=rngs)
         self.mlp = Mlp(width, hidden, activation, dropout=dropout.hidden, **options)
+        scale = lambda: None if layer_scale is None else nnx.Param(jnp.full(width, layer_scale, jnp.float32))
+        self.scale1, self.scale2 = scale(), scale()
         self.post, self.dropout = post, dropout.sums
 
     def __call__(
@@ -238,8 +243,9 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch time width"]:
         """Return the block's output, given which positions may be seen, with dropout if there is a key."""
         keys = keys_of(key, 4)
-        attend = lambda x: dropped(self.attention(x, mask, keys[0]), self.dropout, keys[1])
-        perceive = lambda x: dropped(self.mlp(x, keys[2]), self.dropout, keys[3])
+        scaled = lambda y, scale: y if scale is None else y * scale[...].astype(y.dtype)[None, None]
+        attend = lambda x: dropped(scaled(self.attention(x, mask, keys[0]), self.scale1), self.dropout, keys[1])
+        perceive = lambda x: dropped(scaled(self.mlp(x, keys[2]), self.scale2), self.dropout, keys[3])
         if self.post:
             x = self.norm1(x + attend(x)).astype(x.dtype)
             return self.norm2(x + perceive(x)).astype(x.dtype)
@@ -356,13 +362,13 @@ class Transformer(nnx.Module):
         return through(self.blocks, x, mask, each=(each,), remat=self.remat, lean=self.lean, every=every)
 
 
-def embedded(model: Any, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:
-    """Return the sum of the embeddings of tokens and positions.
+def embedded(model: Any, tokens: Int[Array, "batch time"], first: int = 0) -> Float[Array, "batch time width"]:
+    """Return the sum of the embeddings of tokens and positions, of which the first is in row ``first``.
 
     Rows are read in float32, so that their gradients are summed in float32: a batch may have one token very often.
     """
     check_tokens(tokens, model.length)
-    return found(model.tokens, tokens) + model.positions(jnp.arange(tokens.shape[1]))[None]
+    return found(model.tokens, tokens) + model.positions(first + jnp.arange(tokens.shape[1]))[None]
 
 
 def found(table: nnx.Embed, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:

@@ -17,9 +17,11 @@ from nmjax.checkpoints.families import family_of
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file())
-TEXT = [kind for kind in KINDS if kind not in ("vit", "timm")]
+TEXT = [kind for kind in KINDS if kind not in ("vit", "timm", "dinov2", "clip-vision")]
+POST = [kind for kind in KINDS if "bert" in kind]  # their norms follow the sums
 RNG = np.random.default_rng(0)
 ONES = np.ones((3, 16), np.float32)
+IMAGES = RNG.normal(size=(2, 8, 8, 3)).astype(np.float32)
 
 
 def inputs(kind, right):
@@ -70,12 +72,15 @@ def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(ki
     states = model.hidden(*given)
     theirs = [right[f"states.{i}"] for i in range(len(states)) if f"states.{i}" in right]
     for i, state in enumerate(theirs):
-        last_is_normed = i == len(theirs) - 1 and kind in TEXT and not kind.startswith("bert")
+        last_is_normed = i == len(theirs) - 1 and kind in TEXT and kind not in POST
         alike(model.norm(states[i]) if last_is_normed else states[i], state, kind, right)
-    if kind == "bert":
+    if kind in ("bert", "xlm-roberta"):
+        assert model(*given).shape == (2, 0)
         alike(states[-1], right["output"], kind, right)
     elif kind == "gpt2-alone":
         alike(model.norm(states[-1]), right["output"], kind, right)
+    elif kind == "clip-vision":
+        alike(model.norm(states[-1])[:, 0], right["output"], kind, right)
     else:
         alike(model(*given), right["output"], kind, right)
     save(tmp_path, model, like=GOLDEN / kind)
@@ -97,7 +102,20 @@ FORMS = {
     "masks": ("gpt2", {}, lambda held: held | {"transformer.h.0.attn.masked_bias": ONES}),
     "names without a prefix": ("qwen2", {}, lambda held: {name.removeprefix("model."): v for name, v in held.items()}),
     "a config before transformers 5": ("gemma3", OLDER, lambda held: held),
-    "the config of a Mistral as that of a Llama": ("llama", {"sliding_window": None}, lambda held: held),
+    "a window that is longer than texts": ("llama", {"model_type": "mistral"}, lambda held: held),
+    "a tower of CLIP with its projection": ("clip-vision", {}, lambda held: {
+        "vision_model." + name: v for name, v in held.items()
+    } | {"visual_projection.weight": ONES, "vision_model.embeddings.position_ids": np.arange(5)[None]}),
+    "a DINOv2 without a head": ("dinov2", {}, lambda held: {
+        name.removeprefix("dinov2."): v for name, v in held.items() if "classifier" not in name
+    }),
+    "a BERT without a pooler": ("bert", {}, lambda held: {n: v for n, v in held.items() if "pooler" not in n}),
+    "a RoBERTa with the head of pretraining": ("xlm-roberta", {}, lambda held: {
+        "roberta." + name: v for name, v in held.items() if "pooler" not in name
+    } | {"lm_head.bias": ONES}),
+    "a DistilBERT with the head of pretraining": ("distilbert", {}, lambda held: {
+        name: v for name, v in held.items() if "classifier" not in name
+    } | {"vocab_projector.bias": ONES}),
 }  # fmt: skip
 
 
@@ -107,7 +125,7 @@ def test_other_forms_of_a_checkpoint_are_the_same_model(form, tmp_path):
     kind, config, other = FORMS[form]
     source = changed(tmp_path / "source", kind, config)
     write(source / "model.safetensors", other(dict(read(source).items())))
-    model, given = load(source), jnp.arange(10)[None]
+    model, given = load(source), jnp.arange(10)[None] if kind in TEXT else IMAGES
     np.testing.assert_array_equal(model.hidden(given), load(GOLDEN / kind).hidden(given))
     save(tmp_path / "again", model, like=source)
     same(tmp_path / "again", source)
@@ -124,8 +142,8 @@ def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     before, after = read(GOLDEN / kind), read(tmp_path)
     assert list(before) == list(after)
     pruned = [name for name in before if (before[name] != after[name]).any()]
-    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "bert": 6, "bert-classifier": 6, "vit": 6}  # tensors
-    assert len(pruned) == 2 * in_block.get(kind, 7)
+    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "vit": 6, "dinov2": 6, "clip-vision": 6}  # tensors
+    assert len(pruned) == 2 * (6 if kind in POST else in_block.get(kind, 7))
     for name in pruned:
         assert nm.groups.is_nm(after[name], 2, 4, axis=0 if kind.startswith("gpt2") else 1)
 
@@ -164,12 +182,12 @@ def test_pruned_zeros_stay_zeros(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "bert-classifier", "vit", "timm"])
+@pytest.mark.parametrize("kind", [*POST, "vit", "timm", "dinov2"])
 def test_a_new_head(kind, tmp_path):
     with pytest.raises(CheckpointError, match=r"has no head with 5 classes. Pass rngs"):
         load(GOLDEN / kind, classes=5)
     model = load(GOLDEN / kind, classes=5, rngs=nnx.Rngs(3))
-    assert model.head.kernel.shape == (16, 5)
+    assert model.head.kernel.shape == (32 if kind == "dinov2" else 16, 5)
     assert jnp.abs(model.head.kernel[...]).max() > 0
     np.testing.assert_array_equal(model.norm.scale[...], load(GOLDEN / kind).norm.scale[...])
     save(tmp_path, model, like=GOLDEN / kind)
@@ -179,14 +197,36 @@ def test_a_new_head(kind, tmp_path):
     same(tmp_path / "same", tmp_path, "model.safetensors")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert-classifier", "roberta", "distilbert", "dinov2"])
+def test_a_new_head_has_the_names_of_its_kind(kind, tmp_path):
+    """Its tensors are those that transformers has, for a checkpoint that has no layer of a head."""
+    right = read(GOLDEN / kind)
+    source = changed(tmp_path / "source", kind, tensors={n: None for n in right if "classifier" in n or "pooler" in n})
+    save(tmp_path / "saved", load(source, classes=3, rngs=nnx.Rngs(0)), like=source)
+    found = read(tmp_path / "saved")
+    assert {name: found.shape(name) for name in found} == {name: right.shape(name) for name in right}
+
+
 def test_options_in_place_of_those_of_the_config():
     model = load(GOLDEN / "bert", dtype=jnp.bfloat16, dropout=0.3, remat=True, scan=True, epsilon=1e-5)
     assert (model.dtype, model.dropout, model.remat) == (jnp.bfloat16, 0.3, True)
     assert model.blocks.attention.query.kernel.shape == (2, 16, 16)
     assert load(GOLDEN / "llama", scores=True).blocks[0].attention.scores is not None
     for rngs in (None, nnx.Rngs(0)):
-        with pytest.raises(CheckpointError, match=r"no head with 3 classes. Leave out classes: its model takes none."):
+        with pytest.raises(CheckpointError, match=r"no head with 3 classes. Leave out classes: its kind has no head."):
             load(GOLDEN / "gpt2", classes=3, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"), [({}, 4096), ({"sliding_window": 3}, 3), ({"sliding_window": None}, None)]
+)
+def test_the_window_of_a_mistral(config, window):
+    """Without the field it is 4096, as in transformers. Null is none."""
+    about = json.loads((GOLDEN / "mistral/config.json").read_text())
+    del about["sliding_window"]
+    options = family_of(about | config, read(GOLDEN / "mistral")).options
+    assert (options.get("window"), options.get("local")) == (window, None if window is None else (True, True))
 
 
 def test_rope_theta_outside_rope_parameters(tmp_path):
@@ -199,10 +239,11 @@ def test_rope_theta_outside_rope_parameters(tmp_path):
         ("llama", {"rope_parameters": default | {"rope_theta": 500.0}}),
         ("gemma3", {"rope_parameters": default}), ("gemma3", kinds),
         ("gemma3", kinds | {"rope_theta": 500.0, "rope_local_base_freq": 30.0}),
+        ("mistral", {"rope_parameters": None, "rope_theta": 500.0}),
     ]):  # fmt: skip
         thetas.append(tuple(rotary.theta for rotary in load(changed(tmp_path / str(i), kind, config)).rotaries))
     # a Llama has no local blocks, so the second number is not used
-    assert thetas == [(500.0, 1e4), (500.0, 1e4), (1e6, 1e4), (1e6, 1e4), (500.0, 30.0)]
+    assert thetas == [(500.0, 1e4), (500.0, 1e4), (1e6, 1e4), (1e6, 1e4), (500.0, 30.0), (500.0, 500.0)]
 
 
 # ---- families of one's own ----
@@ -237,6 +278,27 @@ def test_a_family_of_ones_own(case, tmp_path):
         np.testing.assert_array_equal(getattr(model, "head", model).kernel[...], tensors["fc.weight"].T)
     save(tmp_path / "again", model, like=tmp_path, family=family)
     same(tmp_path / "again", tmp_path, "model.safetensors")
+
+
+def test_a_function_that_returns_a_family(tmp_path):
+    def own(config, names):
+        assert set(names) == set(LINEAR)
+        return Family(nnx.Linear, {"in_features": config["inputs"], "out_features": config["outputs"]}, table(""))
+
+    write(tmp_path / "model.safetensors", LINEAR)
+    (tmp_path / "config.json").write_text('{"model_type": "line", "inputs": 4, "outputs": 3}')
+    model = load(tmp_path, family=own)
+    np.testing.assert_array_equal(model.kernel[...], LINEAR["fc.weight"].T)
+    save(tmp_path / "again", model, like=tmp_path, family=own)
+    same(tmp_path / "again", tmp_path, "model.safetensors", "config.json")
+    for family, said in (
+        (lambda config, names: 3, "family is an nm.checkpoints.Family, or a function of the config and the names that "
+         "returns one, got 3."),
+        ({"model": nnx.Linear}, "that returns one, got {'model': <class"),
+        (lambda config, names: config["width"], "a field of config.json has an unexpected value: 'width'"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            load(tmp_path, family=family)
 
 
 # ---- which files ----
@@ -379,10 +441,21 @@ REFUSED = {
     "not floating-point numbers: norm/scale int8": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.int8)}),
     "not floating-point numbers: norm/scale bool": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.bool_)}),
     "not floating-point numbers: norm/scale complex64": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.complex64)}),
-    "config.json has model_type 't5', which is not supported. Supported: bert, gemma3_text, gpt2, llama, qwen2, qwen3, "
-    "vit, and vit_* of timm. For another kind, pass family=nm.checkpoints.Family": ("bert", {"model_type": "t5"}, {}),
-    "'mistral', which is not supported. Supported: bert, gemma3_text, gpt2, llama, qwen2, qwen3, vit, and vit_* of "
-    "timm. Its layout is that of 'llama': write this": ("llama", {"model_type": "mistral"}, {}),
+    "config.json has model_type 't5', which is not supported. Supported: bert, clip_vision_model, dinov2, distilbert, "
+    "gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, roberta, vit, xlm-roberta, and vit_* of timm. For another "
+    "kind, write a table of its names, by docs/how_to/checkpoints.md, and pass family=nm.checkpoints.Family(...), or "
+    "--family module:name to the command.": ("bert", {"model_type": "t5"}, {}),
+    "config.json has model_type 'clip'. Of a CLIP only the vision tower is supported, model_type 'clip_vision_model'":
+        ("clip-vision", {"model_type": "clip"}, {}),
+    "has sliding_window='b', which is not a whole number above 0": ("mistral", {"sliding_window": "b"}, {}),
+    "has partial_rotary_factor=0.75. nmjax supports only 1":
+        ("phi3", {ROPE: {"rope_type": "default", "partial_rotary_factor": 0.75}}, {}),
+    "config.json has rope_type='longrope', but nmjax supports only": ("phi3", {ROPE: {"rope_type": "longrope"}}, {}),
+    "config.json gives length=-5, which is not a whole number above 0": ("roberta", {"pad_token_id": 20}, {}),
+    "config.json gives first=-1, which is not a whole number above 0": ("roberta", {"pad_token_id": -2}, {}),
+    "config.json has hidden_act='relu'. nmjax supports only 'silu'": ("clip-vision", {"hidden_act": "relu"}, {}),
+    "config.json has activation='relu'. nmjax supports only 'gelu'": ("distilbert", {"activation": "relu"}, {}),
+    "config.json has use_swiglu_ffn=True. nmjax supports only False": ("dinov2", {"use_swiglu_ffn": True}, {}),
     "sliding_window=4096. nmjax does not support this field": ("llama", {"sliding_window": 4096}, {}),
     "layer_types other than 'full_attention', which qwen3 does not support":
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, {}),
@@ -435,9 +508,9 @@ def test_a_config_that_cannot_be_read(text, said, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["swin", "roberta", "deberta", "gemma", "qwen3_moe", "deit", "gpt_neo"])
+@pytest.mark.parametrize("kind", ["swin", "deberta", "gemma", "qwen3_moe", "deit", "gpt_neo"])
 def test_kinds_that_are_not_supported_have_no_hint(kind):
-    with pytest.raises(CheckpointError, match=r"and vit_\* of timm. For another kind, pass family="):
+    with pytest.raises(CheckpointError, match=r"and vit_\* of timm. For another kind, write a table"):
         family_of({"model_type": kind}, [])
 
 

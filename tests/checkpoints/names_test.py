@@ -46,6 +46,19 @@ def checkpoint(dtype=np.float32, **changed):
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items() if shape}
 
 
+def test_an_axis_that_the_tensor_lacks():
+    table = Table((Rename("c", "cls", (None, 0)), Rename("m", "turned", (1, None, 0))))
+    tensors = {"c": np.arange(3.0), "m": np.arange(6.0).reshape(2, 3)}
+    found = table.read(tensors, {"cls": (1, 3), "turned": (3, 1, 2)})
+    assert found["cls"].tolist() == [[0, 1, 2]]
+    assert found["turned"].tolist() == [[[0, 3]], [[1, 4]], [[2, 5]]]
+    for like, new in ((tensors, ()), ({}, ("c", "m"))):
+        made = table.write(found, like=like, new=new)
+        assert {name: np.asarray(v).tolist() for name, v in made.items()} == {n: v.tolist() for n, v in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"of another shape: c \(4,\) for cls \(1, 3\)"):
+        table.read(tensors | {"c": np.arange(4.0)}, {"cls": (1, 3), "turned": (3, 1, 2)})
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 def test_there_and_back_is_the_same_file(dtype, tmp_path):
     tensors = checkpoint(dtype)

@@ -3,13 +3,15 @@
 It needs torch, transformers and timm, which the tests do not need:
 
     pip install torch transformers timm
-    python tests/checkpoints/golden/make.py
+    python tests/checkpoints/golden/make.py [NAME ...]
 
-Each folder has a checkpoint as the library writes it. Its folder "expected" has inputs, hidden states and outputs.
+Without names all are made. Each folder has a checkpoint as the library writes it. Its folder "expected" has inputs,
+hidden states and outputs.
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import timm
@@ -41,7 +43,9 @@ GEMMA = {
     },
 }  # fmt: skip
 GPT2 = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
+DISTILBERT = {"dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, **TEXT}
 VIT = {**SMALL, "image_size": 8, "patch_size": 4, "num_channels": 3}
+DINOV2 = {name: v for name, v in VIT.items() if name != "intermediate_size"} | {"mlp_ratio": 2}
 MODELS = {
     "bert": lambda: tf.BertModel(tf.BertConfig(**SMALL, **TEXT)),
     "bert-classifier": lambda: tf.BertForSequenceClassification(tf.BertConfig(**SMALL, **TEXT, num_labels=3)),
@@ -55,6 +59,15 @@ MODELS = {
     "qwen3": lambda: tf.Qwen3ForCausalLM(
         tf.Qwen3Config(**DECODER, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e3})
     ),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**DECODER, sliding_window=4)),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**DECODER | {"head_dim": 4}, sliding_window=4)),
+    "roberta": lambda: tf.RobertaForSequenceClassification(
+        tf.RobertaConfig(**SMALL, **TEXT, type_vocab_size=1, num_labels=3)
+    ),
+    "xlm-roberta": lambda: tf.XLMRobertaModel(tf.XLMRobertaConfig(**SMALL, **TEXT)),
+    "distilbert": lambda: tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**DISTILBERT, num_labels=3)),
+    "dinov2": lambda: tf.Dinov2ForImageClassification(tf.Dinov2Config(**DINOV2, num_labels=3)),
+    "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VIT)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER | GEMMA)),
 }
 
@@ -74,6 +87,8 @@ def inputs_of(model):
         return {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
     tokens = torch.randint(3, 40, (2, 10), generator=generator)
     mask = (torch.arange(10)[None] < torch.tensor([[10], [6]])).long()
+    if "roberta" in model.config.model_type:  # it counts positions of tokens that are not padding
+        tokens = torch.where(mask == 1, tokens, model.config.pad_token_id)
     types = {"token_type_ids": (torch.arange(10)[None] > 4).long().expand(2, 10).contiguous()}
     return {"input_ids": tokens, "attention_mask": mask} | (types if model.config.model_type == "bert" else {})
 
@@ -84,8 +99,10 @@ def record(folder, inputs, states, y):
     save_file({**inputs, **states, "output": y.clone()}, folder / "expected/values.safetensors")
 
 
-def main():
+def main(chosen):
     for name, make in MODELS.items():
+        if chosen and name not in chosen:
+            continue
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         model = louder(make())
@@ -93,8 +110,10 @@ def main():
         inputs = inputs_of(model)
         with torch.no_grad():
             result = model(**inputs, output_hidden_states=True)
-        y = result.logits if hasattr(result, "logits") else result.last_hidden_state
+        y = result.pooler_output if name == "clip-vision" else result.get("logits", result.get("last_hidden_state"))
         record(folder, inputs, result.hidden_states, y)
+    if chosen and "timm" not in chosen:
+        return
     folder = HERE / "timm"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -118,4 +137,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
