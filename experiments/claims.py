@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import nmjax as nm
 from experiments import config_files, members
 from experiments.errors import Mistake
-from experiments.recorded import Study, read, study
+from experiments.recorded import Study, decided, read, study
 from experiments.report import effects
 from experiments.report.effects import Effect
 from experiments.studies import Claim, Design, SanityCheck, times
@@ -80,7 +80,7 @@ def judged(name: str, results: Path) -> Judged:
       Mistake: If the results cannot be read, or are of a config that the study does not have.
     """
     its_study, path = study(name), results / f"{name}.jsonl"
-    lines, design = read(path), its_study.design
+    lines, design = read(path), decided(its_study.design, results)
     by_changes = {str(sorted(of.items())): group for group, of in design.groups.items()}
     runs: dict[str, list[dict]] = {group: [] for group in design.groups}
     for line in lines:
@@ -160,7 +160,7 @@ def judge(
     times_of: dict[str, float], results: Path,
 ) -> Judged:  # fmt: skip
     """Return the study with its verdicts. All configs share in the variance but the one that has to be worse."""
-    _, check, seeds, _, claims = design
+    check, seeds, claims = design.check, design.seeds, design.claims
     same = {group: 1.0 for group, of in groups.items() if times_of and list(of.changes) == ["steps"]}  # a step of dense
     steps, times_of = groups["dense"].steps, times_of | same
     groups = {group: of._replace(time=times_of.get(group, math.nan) * of.steps / steps) for group, of in groups.items()}

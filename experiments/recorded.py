@@ -9,13 +9,16 @@ from typing import NamedTuple
 from experiments import collected, config_files, members
 from experiments.errors import Mistake
 from experiments.files import of_json
-from experiments.studies import Design, __main__ as looks, named
+from experiments.studies import SEARCH, Design, __main__ as looks, decided as decided_by, named
 from experiments.training import digest
 from experiments.training.settings import shortened
 
 LOOKED = ("case", "rows", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
 SWEPT = ("changes", "devices", "outcome", "steps", "flops", "began", "ended", "versions", "notes")
 SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
+
+
+RESULTS = Path(__file__).parent / "results"
 
 
 class Study(NamedTuple):
@@ -29,7 +32,7 @@ class Study(NamedTuple):
 
     @property
     def design(self) -> Design:
-        """Its runs and its claims, if it is a sweep."""
+        """Its runs and its claims, if it is a sweep. If it has a search, `decided` adds the learning rates."""
         return self.module.design(self.variant)
 
 
@@ -72,6 +75,22 @@ def read(path: Path) -> list[dict]:
         line = _checked(text, f"{path}, line {number}", its_study)
         last_of_run[str(line["changes"]) if its_study.config_file else line["run"]] = line
     return list(last_of_run.values())
+
+
+def decided(design: Design, results: Path = RESULTS) -> Design:
+    """Return a study with the learning rates that its search has chosen, if it has a search.
+
+    Args:
+      design: The study.
+      results: The folder of the results.
+
+    Raises:
+      Mistake: The results of the search cannot be read, or do not decide.
+    """
+    if design.search is None:
+        return design
+    path = results / f"{design.search.study}{SEARCH}.jsonl"
+    return decided_by(design, read(path) if path.exists() else [], study(path.stem).command)
 
 
 def _checked(text: str, where: str, its_study: Study) -> dict:

@@ -11,12 +11,15 @@ This makes the missing runs::
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from ml_collections import ConfigDict
+
+from experiments.errors import Mistake
 
 SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, for groups of 64
     name="vit", size="tiny", width=64, hidden=256, depth=2, patch=7, pool="mean", scan=False, remat=False
@@ -31,6 +34,7 @@ STUDIES = (  # those with claims, in the order of REPRODUCTION.md
     "equal_flops_cpu",
     "equal_flops_qk_cpu",
     "residual_cpu",
+    "rivals_resnet_cpu",
     "held_vit_cpu",
     "unbiased_vit_cpu",
     "whole_rows_vit_cpu",
@@ -90,6 +94,25 @@ class SanityCheck(NamedTuple):
 
 
 Changes = dict[str, Any]  # of a config, by field
+RATE = "learning_rate.peak"
+SEARCH = "_search"  # ends the variant, and so the name of the results, of the search of a study
+
+
+class Search(NamedTuple):
+    """How a study chooses a learning rate for each config, before its own runs.
+
+    Each config is trained with each rate and each seed of the search. It gets the rate with the lowest mean validation
+    loss of the hardened network. The config that has to be worse is not searched: it keeps the rate of the config file.
+
+    Attributes:
+      study: The name of the study.
+      rates: The learning rates that are tried.
+      seeds: The seeds of these runs, none of which is a seed of the study.
+    """
+
+    study: str
+    rates: Sequence[float]
+    seeds: Sequence[int]
 
 
 class Design(NamedTuple):
@@ -101,6 +124,7 @@ class Design(NamedTuple):
       seeds: The seeds of every config.
       groups: What each config changes, by its name.
       claims: The claims that it judges.
+      search: How it chooses learning rates; None if all configs have that of the config.
     """
 
     config: ConfigDict
@@ -108,6 +132,7 @@ class Design(NamedTuple):
     seeds: Sequence[int]
     groups: dict[str, Changes]
     claims: list[Claim]
+    search: Search | None = None
 
 
 WORSE = "random 1:16 mask"  # the config that has to be worse
@@ -175,6 +200,71 @@ def as_good(first: str, second: str = "dense", text: str = "", about: str = "") 
     return Claim(text or f"{first} is as good as {second}", first, "as good as", second, about)
 
 
+def searched(design: Design) -> Design:
+    """Return the search of a study: its configs with each learning rate, and no claims."""
+    assert design.search is not None
+    names = [name for name in design.groups if name != design.check.worse]
+    tried = {
+        f"{name}, rate {rate:g}": design.groups[name] | {RATE: rate} for name in names for rate in design.search.rates
+    }
+    return design._replace(seeds=design.search.seeds, groups=tried, claims=[], search=None)
+
+
+def decided(design: Design, lines: Iterable[dict], again: str) -> Design:
+    """Return a study whose configs have the learning rates that its search has chosen.
+
+    Args:
+      design: The study.
+      lines: The results of its search.
+      again: The command that makes those that are missing.
+
+    Raises:
+      Mistake: Runs of the search are missing, it shares a seed with the study, or all runs of a config diverged.
+    """
+    search = design.search
+    if search is None:
+        return design
+    if shared := sorted({*search.seeds} & {*design.seeds}):
+        raise Mistake(
+            f"{search.study}: the seed {shared[0]} is one of its search too. Give the search seeds that the study does "
+            "not have."
+        )
+    losses = {_changed(line["changes"]): _validation_loss(line) for line in lines}
+    wanted = [changes | {"seed": seed} for changes in searched(design).groups.values() for seed in search.seeds]
+    missing = sum(_changed(run) not in losses for run in wanted)
+    if missing:
+        raise Mistake(
+            f"{search.study} has no learning rates: {missing} of {len(wanted)} runs of its search are missing. Make "
+            f"them with: {again}"
+        )
+
+    def best(name: str, changes: Changes) -> Changes:
+        if name == design.check.worse:
+            return changes
+        runs = {
+            rate: sum(losses[_changed(changes | {RATE: rate, "seed": seed})] for seed in search.seeds)
+            for rate in search.rates
+        }
+        rate = min(runs, key=runs.__getitem__)
+        if runs[rate] == math.inf:
+            raise Mistake(f"{search.study}: runs of “{name}” diverged with each rate of its search. Give it others.")
+        return changes | {RATE: rate}
+
+    return design._replace(groups={name: best(name, changes) for name, changes in design.groups.items()})
+
+
+def _changed(changes: Changes) -> str:
+    """Return what tells the runs of a study apart."""
+    return str(sorted(changes.items()))
+
+
+def _validation_loss(line: dict) -> float:
+    """Return the validation loss of the hardened network of a run; infinity if the run diverged."""
+    if line["outcome"] != "finished":
+        return math.inf
+    return line["figures"].get("validation_hardened_loss", line["figures"]["validation_loss"])
+
+
 def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict], Callable[..., list[Changes]]]:
     """Return what launch.py calls in a config file, get_config and get_sweep, of a study.
 
@@ -185,7 +275,9 @@ def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict]
     """
 
     def get_sweep(variant: str = "") -> list[Changes]:
-        of = design(variant)
+        from experiments import recorded  # here because it reads studies
+
+        of = recorded.decided(design(variant))
         return [changes | {"seed": seed} for changes in of.groups.values() for seed in of.seeds]
 
     return lambda variant="": design(variant).config, get_sweep
