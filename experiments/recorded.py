@@ -9,7 +9,7 @@ from typing import NamedTuple
 from experiments import collected, config_files, members
 from experiments.errors import Mistake
 from experiments.files import of_json
-from experiments.studies import SEARCH, Design, __main__ as looks, decided as decided_by, named
+from experiments.studies import SEARCH, Design, __main__ as looks, named, search_losses
 from experiments.training import digest
 from experiments.training.settings import shortened
 
@@ -32,7 +32,7 @@ class Study(NamedTuple):
 
     @property
     def design(self) -> Design:
-        """Its runs and its claims, if it is a sweep. If it has a search, `decided` adds the learning rates."""
+        """Its runs and its claims, if it is a sweep. If it has a search, they have no learning rates yet."""
         return self.module.design(self.variant)
 
 
@@ -77,20 +77,20 @@ def read(path: Path) -> list[dict]:
     return list(last_of_run.values())
 
 
-def decided(design: Design, results: Path = RESULTS) -> Design:
-    """Return a study with the learning rates that its search has chosen, if it has a search.
+def search_of(design: Design, results: Path = RESULTS) -> dict[str, dict[float, float]]:
+    """Return what the search of a study found, as `search_losses`; empty if it has no search.
 
     Args:
       design: The study.
       results: The folder of the results.
 
     Raises:
-      Mistake: The results of the search cannot be read, or do not decide.
+      Mistake: The results of the search cannot be read, or runs are missing.
     """
     if design.search is None:
-        return design
+        return {}
     path = results / f"{design.search.study}{SEARCH}.jsonl"
-    return decided_by(design, read(path) if path.exists() else [], study(path.stem).command)
+    return search_losses(design, read(path) if path.exists() else [], study(path.stem).command)
 
 
 def _checked(text: str, where: str, its_study: Study) -> dict:

@@ -12,6 +12,7 @@ This makes the missing runs::
 
 import importlib
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ STUDIES = (  # those with claims, in the order of REPRODUCTION.md
     "equal_flops_qk_cpu",
     "residual_cpu",
     "rivals_resnet_cpu",
+    "rivals_gpt_cpu",
     "held_vit_cpu",
     "unbiased_vit_cpu",
     "whole_rows_vit_cpu",
@@ -82,6 +84,7 @@ class SanityCheck(NamedTuple):
       worse: The name of the config that has to be worse than dense by more than the margin.
       margin: The largest difference of the loss that does not matter.
       unit: The unit of the loss.
+      seeds: How many of the study's seeds the config that has to be worse has; None for all.
     """
 
     network: str
@@ -91,6 +94,7 @@ class SanityCheck(NamedTuple):
     worse: str
     margin: float
     unit: str
+    seeds: int | None = None
 
 
 Changes = dict[str, Any]  # of a config, by field
@@ -121,7 +125,7 @@ class Design(NamedTuple):
     Attributes:
       config: The config that its runs change.
       check: What its networks have to pass.
-      seeds: The seeds of every config.
+      seeds: The seeds of every config; the one that has to be worse may have only the first of them.
       groups: What each config changes, by its name.
       claims: The claims that it judges.
       search: How it chooses learning rates; None if all configs have that of the config.
@@ -210,8 +214,8 @@ def searched(design: Design) -> Design:
     return design._replace(seeds=design.search.seeds, groups=tried, claims=[], search=None)
 
 
-def decided(design: Design, lines: Iterable[dict], again: str) -> Design:
-    """Return a study whose configs have the learning rates that its search has chosen.
+def search_losses(design: Design, lines: Iterable[dict], again: str) -> dict[str, dict[float, float]]:
+    """Return what the search of a study found: for each config the mean validation loss by learning rate.
 
     Args:
       design: The study.
@@ -223,34 +227,38 @@ def decided(design: Design, lines: Iterable[dict], again: str) -> Design:
     """
     search = design.search
     if search is None:
-        return design
+        return {}
     if shared := sorted({*search.seeds} & {*design.seeds}):
-        raise Mistake(
-            f"{search.study}: the seed {shared[0]} is one of its search too. Give the search seeds that the study does "
-            "not have."
-        )
-    losses = {_changed(line["changes"]): _validation_loss(line) for line in lines}
+        raise Mistake(f"{search.study}: the seed {shared[0]} is one of its search too. Give the search other seeds.")
+    known = {_changed(line["changes"]): _validation_loss(line) for line in lines}
     wanted = [changes | {"seed": seed} for changes in searched(design).groups.values() for seed in search.seeds]
-    missing = sum(_changed(run) not in losses for run in wanted)
-    if missing:
+    if missing := sum(_changed(run) not in known for run in wanted):
         raise Mistake(
-            f"{search.study} has no learning rates: {missing} of {len(wanted)} runs of its search are missing. Make "
-            f"them with: {again}"
+            f"{search.study} has no learning rates, because {missing} of {len(wanted)} runs of its search are missing. "
+            f"Make them with: {again}"
         )
+    found = {}
+    for name, changes in design.groups.items():
+        if name != design.check.worse:
+            loss = lambda rate, changes=changes: statistics.fmean(
+                known[_changed(changes | {RATE: rate, "seed": seed})] for seed in search.seeds
+            )
+            found[name] = {rate: loss(rate) for rate in search.rates}
+            if min(found[name].values()) == math.inf:
+                raise Mistake(f"{search.study}: “{name}” diverged with each rate of its search. Give it other rates.")
+    return found
 
-    def best(name: str, changes: Changes) -> Changes:
-        if name == design.check.worse:
-            return changes
-        runs = {
-            rate: sum(losses[_changed(changes | {RATE: rate, "seed": seed})] for seed in search.seeds)
-            for rate in search.rates
-        }
-        rate = min(runs, key=runs.__getitem__)
-        if runs[rate] == math.inf:
-            raise Mistake(f"{search.study}: runs of “{name}” diverged with each rate of its search. Give it others.")
-        return changes | {RATE: rate}
 
-    return design._replace(groups={name: best(name, changes) for name, changes in design.groups.items()})
+def decided(design: Design, losses: dict[str, dict[float, float]]) -> Design:
+    """Return a study whose configs have the learning rates with the lowest losses of its search.
+
+    Args:
+      design: The study.
+      losses: What `search_losses` returns.
+    """
+    rates = {name: min(by_rate, key=by_rate.__getitem__) for name, by_rate in losses.items()}
+    own = {name: changes | ({RATE: rates[name]} if name in rates else {}) for name, changes in design.groups.items()}
+    return design._replace(groups=own)
 
 
 def _changed(changes: Changes) -> str:
@@ -265,6 +273,17 @@ def _validation_loss(line: dict) -> float:
     return line["figures"].get("validation_hardened_loss", line["figures"]["validation_loss"])
 
 
+def seeds_of(group: str, check: SanityCheck, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds that a config of a study should have.
+
+    Args:
+      group: The name of the config.
+      check: The sanity check of the study.
+      seeds: The seeds of the study.
+    """
+    return seeds[: check.seeds] if group == check.worse else seeds
+
+
 def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict], Callable[..., list[Changes]]]:
     """Return what launch.py calls in a config file, get_config and get_sweep, of a study.
 
@@ -277,7 +296,9 @@ def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict]
     def get_sweep(variant: str = "") -> list[Changes]:
         from experiments import recorded  # here because it reads studies
 
-        of = recorded.decided(design(variant))
-        return [changes | {"seed": seed} for changes in of.groups.values() for seed in of.seeds]
+        of = design(variant)
+        of = decided(of, recorded.search_of(of))
+        runs = [(of.groups[name], seed) for name in of.groups for seed in seeds_of(name, of.check, of.seeds)]
+        return [changes | {"seed": seed} for changes, seed in runs]
 
     return lambda variant="": design(variant).config, get_sweep
