@@ -194,6 +194,28 @@ def search_rows(one: Judged) -> list[list[str]]:
     return rows
 
 
+def width_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of dense networks as good as sparse ones, by their width; the first is its head.
+
+    A dense network between two widths is taken to have a loss on the line between theirs, along the logarithm of the
+    width. At the narrowest and the widest network the search ends, and says so with ≤ and ≥.
+    """
+    own = one.study.design.config.model.width
+    width = lambda name: one.groups[name].changes.get("model.width", own)
+    dense = [name for name, group in one.groups.items() if name == "dense" or kind_of(group.changes) == "narrower"]
+    sparse = [name for name in one.groups if name not in (*dense, one.check.worse)]
+    seeds = [seed for seed in one.seeds if all(seed in one.groups[name].losses for name in (*dense, *sparse))]
+    losses = lambda name: [one.groups[name].losses[seed] for seed in seeds]
+    dense.sort(key=width)
+    rows = [["2:4 network", "its width", "width of a dense network with its loss, 95 % interval"]]
+    for name in sparse if len(seeds) > 1 else []:
+        found = effects.crossing([math.log(width(each)) for each in dense], list(map(losses, dense)), losses(name))
+        ends = {math.log(width(dense[0])): "≤ ", math.log(width(dense[-1])): "≥ "}
+        where, low, high = (f"{ends.get(each, '')}{math.exp(each):.0f}" for each in found)
+        rows.append([name, f"{width(name)}", f"{where} [{low}, {high}]"])
+    return rows
+
+
 # ---- pictures ----
 
 COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3", "yours": "s4"}
@@ -292,7 +314,7 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     if drawn := flips(one):
         pictures[f"{name}_flips"] = cv.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
-    tables = [claim_rows(one), config_rows(one), *([search_rows(one)] if one.search else [])]
+    tables = [claim_rows(one), config_rows(one), *([width_rows(one), search_rows(one)] if one.search else [])]
     parts += [reached(one, results), *map(markdown_table, tables), *remarks(one, results)]
     return parts, pictures
 

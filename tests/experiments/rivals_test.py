@@ -14,6 +14,14 @@ from experiments.training import digest
 NAME = "rivals_resnet_cpu"
 RATES, SEEDS, MASK = (0.1, 0.2, 0.4), (200, 201), "random 1:16 mask"
 GROUPS = recorded.study(NAME).design.groups
+LOSSES = {
+    "dense": 0.6,
+    rivals.NARROWER: 0.61,
+    rivals.NARROWEST: 0.63,
+    rivals.SDGP: 0.7,
+    rivals.SR_STE: 0.605,
+    MASK: 0.9,
+}
 CHOSEN = {"dense": 0.2, rivals.SDGP: 0.4, rivals.SR_STE: 0.1, rivals.NARROWER: 0.4, rivals.NARROWEST: 0.2}
 
 
@@ -55,7 +63,7 @@ def finished(rates=CHOSEN, seeds=range(100, 104)):
     return [
         line(NAME, changes | ({RATE: rates[name]} if name in rates else {}) | {"seed": seed},
              accuracy=0.78, hardened_accuracy=0.78, loss=9.0, validation_loss=9.0, validation_accuracy=0.78,
-             hardened_loss=0.6 + 0.001 * (seed % 3) + 0.3 * (name == MASK) + 0.001 * seed * (name == rivals.SDGP),
+             hardened_loss=LOSSES[name] + 0.001 * (seed % 3),
              validation_hardened_loss=0.6)
         for name, changes in GROUPS.items() for seed in (seeds[:3] if name == MASK else seeds)
     ]  # fmt: skip
@@ -76,6 +84,8 @@ def test_a_config_gets_the_rate_with_the_lowest_mean_validation_loss(tmp_path):
     assert re.search(r"\| SDGP 2:4 \|.*\| 4 of 4 \|", text)
     assert "| validation loss in the search | rate 0.1 | rate 0.2 | rate 0.4 | chosen |" in text
     assert "| SDGP 2:4 | 1.1000 | 1.1000 | 1.0000 | 0.4 |" in text
+    assert "| SR-STE 2:4 | 32 | 30 [30, 30] |" in text  # half way between 29 and 32, the root of their product
+    assert "| SDGP 2:4 | 32 | ≤ 23 [≤ 23, ≤ 23] |" in text
     assert "| SR-STE 2:4 is better than a narrower dense network at the same FLOPs of inference | " in text
 
 
