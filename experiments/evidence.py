@@ -595,12 +595,21 @@ def _devices(studies: list[Judged]) -> str:
 
 def _scale(studies: list[Judged]) -> str:
     """Return sentences on what a difference is worth: what narrower dense networks add to the loss."""
-    narrower = {}
+    narrower: dict[float, Effect] = {}  # by the share of the FLOPs
     for one in studies:
         base = one.groups["dense"].flops
         for name, effect in one.over_dense.items():
-            if name == methods.HALF or name.startswith("narrower dense"):
-                narrower.setdefault(f"{one.groups[name].flops / base:.2f}", f"{interval(effect, 4)}")
-    shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
-    parts = [f"{more} with {share} of the FLOPs" for share, more in shown.items()]
-    return f" The loss of a narrower dense network minus that of dense is {' and '.join(parts)}." if parts else ""
+            share = round(one.groups[name].flops / base, 2)
+            if share < 1 and (name == methods.HALF or name.startswith("narrower dense")):
+                narrower.setdefault(share, effect)
+    if not narrower:
+        return ""
+    fewest = sorted(narrower)[:2]
+    costs = " and ".join(f"{interval(narrower[share], 4)} with {share:.2f} of the FLOPs" for share in fewest)
+    said = f" The loss of a narrower dense network minus that of dense is {costs}."
+    near = {share: effect.standard_error / (1 - share) for share, effect in narrower.items() if share > 0.5}
+    if near:
+        surest = min(near, key=near.__getitem__)
+        tenth = interval(narrower[surest], 4, 0.1 / (1 - surest))
+        said += f" By the one with {surest:.2f}, dense pays {tenth} for 10 % of its FLOPs."
+    return said

@@ -263,6 +263,19 @@ def test_sparse_methods_are_counted_beside_what_the_networks_reach(studies, coun
         assert said in reproduce.block("networks", tmp_path)[0]
 
 
+def test_a_margin_is_told_in_flops_too(tmp_path):
+    """By hand: 0.75 of the FLOPs cost 0.02, so 0.1 of them cost 0.008. The noise is that of the four seeds."""
+    lines = of_study(NAME, **{NARROWER: UP([0.019, 0.021, 0.02, 0.02])})
+    for each in lines:
+        if "model.width" in each["changes"] or "model.hidden" in each["changes"]:
+            each["flops"] = [1.5, 1.5 * lines[0]["steps"] / each["steps"]]
+    text = reproduce.block("networks", written(tmp_path, lines))[0]
+    half = stats.t.ppf(0.975, 3) * math.sqrt(2e-6 / 3 / 4)
+    of = lambda factor: f"{factor * 0.02:+.4f} [{factor * (0.02 - half):+.4f}, {factor * (0.02 + half):+.4f}]"
+    assert f"minus that of dense is {of(1)} with 0.75 of the FLOPs. " in text
+    assert f"By the one with 0.75, dense pays {of(0.4)} for 10 % of its FLOPs." in text
+
+
 def test_a_study_that_does_not_pass_is_named(tmp_path):
     results = written(tmp_path, [*runs("dense", DENSE, accuracy=0.8), *runs(FLOOR, [0.43, 0.44, 0.42, 0.43])])
     other = "methods_vit_cpu"
