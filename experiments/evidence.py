@@ -207,7 +207,7 @@ def width_rows(one: Judged) -> list[list[str]]:
     seeds = [seed for seed in one.seeds if all(seed in one.groups[name].losses for name in (*dense, *sparse))]
     losses = lambda name: [one.groups[name].losses[seed] for seed in seeds]
     dense.sort(key=width)
-    rows = [["2:4 network", "its width", "width of a dense network with its loss, 95 % interval"]]
+    rows = [["sparse config", "its width", "width of a dense network with its loss, 95 % interval"]]
     for name in sparse if len(seeds) > 1 else []:
         found = effects.crossing([math.log(width(each)) for each in dense], list(map(losses, dense)), losses(name))
         ends = {math.log(width(dense[0])): "≤ ", math.log(width(dense[-1])): "≥ "}

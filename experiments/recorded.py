@@ -16,8 +16,6 @@ from experiments.training.settings import shortened
 LOOKED = ("case", "rows", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
 SWEPT = ("changes", "devices", "outcome", "steps", "flops", "began", "ended", "versions", "notes")
 SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
-
-
 RESULTS = Path(__file__).parent / "results"
 
 
