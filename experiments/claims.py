@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import nmjax as nm
 from experiments import config_files, members
 from experiments.errors import Mistake
-from experiments.recorded import Study, read, study
+from experiments.recorded import Study, read, search_of, study
 from experiments.report import effects
 from experiments.report.effects import Effect
-from experiments.studies import Claim, Design, SanityCheck, times
+from experiments.studies import Claim, Design, SanityCheck, decided, times
 from experiments.training import settings
 
 SCORES = ("loss", "accuracy", "validation loss")  # of the hardened networks; verdicts are by each of them
@@ -67,6 +67,7 @@ class Judged(NamedTuple):
     judgements: list[Judgement]
     over_dense: dict[str, Effect]  # by config the loss minus that of dense, as far as it is known
     scattered: dict[str, list[str]]  # by score the configs whose results scatter too much to share their variance
+    search: dict[str, dict[float, float]]  # by config the mean validation loss by learning rate; empty without a search
 
 
 def judged(name: str, results: Path) -> Judged:
@@ -80,7 +81,8 @@ def judged(name: str, results: Path) -> Judged:
       Mistake: If the results cannot be read, or are of a config that the study does not have.
     """
     its_study, path = study(name), results / f"{name}.jsonl"
-    lines, design = read(path), its_study.design
+    lines, search = read(path), search_of(its_study.design, results)
+    design = decided(its_study.design, search)
     by_changes = {str(sorted(of.items())): group for group, of in design.groups.items()}
     runs: dict[str, list[dict]] = {group: [] for group in design.groups}
     for line in lines:
@@ -92,7 +94,7 @@ def judged(name: str, results: Path) -> Judged:
     for group, of in runs.items():
         _check(path, group, of)
     groups = {group: group_of(design.groups[group], of) for group, of in runs.items()}
-    return judge(name, its_study, design, lines, groups, step_times(name, results), results)
+    return judge(name, its_study, design, lines, groups, step_times(name, results), results)._replace(search=search)
 
 
 def _check(path: Path, group: str, lines: list[dict]) -> None:
@@ -160,7 +162,7 @@ def judge(
     times_of: dict[str, float], results: Path,
 ) -> Judged:  # fmt: skip
     """Return the study with its verdicts. All configs share in the variance but the one that has to be worse."""
-    _, check, seeds, _, claims = design
+    check, seeds, claims = design.check, design.seeds, design.claims
     same = {group: 1.0 for group, of in groups.items() if times_of and list(of.changes) == ["steps"]}  # a step of dense
     steps, times_of = groups["dense"].steps, times_of | same
     groups = {group: of._replace(time=times_of.get(group, math.nan) * of.steps / steps) for group, of in groups.items()}
@@ -182,7 +184,7 @@ def judge(
     over_dense = map(_turned, effects.effects(losses, [(group, "dense") for group in over]))
     scattered = {score: wild for score in SCORES if (wild := sorted(effects.scattered(values[score])))}
     known = dict(zip(over, over_dense, strict=True))
-    return Judged(name, its_study, lines, groups, seeds, check, failed, harm, judgements, known, scattered)
+    return Judged(name, its_study, lines, groups, seeds, check, failed, harm, judgements, known, scattered, {})
 
 
 def _turned(effect: Effect) -> Effect:

@@ -16,7 +16,7 @@ from experiments.recorded import study
 from experiments.report import curves as cv, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent, signed
-from experiments.studies import ABOUT, STUDIES, Claim, SanityCheck, methods
+from experiments.studies import ABOUT, RATE, STUDIES, Claim, SanityCheck, methods, seeds_of
 
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
@@ -43,6 +43,7 @@ RESULTS = {  # a verdict in a word or two
     "better than": {effects.HOLDS: "better", effects.SMALL: "slightly better", effects.NO_DIFFERENCE: "no difference"},
 }
 LINE = ["compared", "network", "loss minus the other's, 95 % interval", "seeds", "result"]
+BASELINE = re.compile(", (inference )?FLOPs of “.*”")  # in the name of a dense baseline: of what it has the FLOPs
 ELSE = "†"  # after a result that is another one by another score
 
 LEGEND = {  # the words of the tables
@@ -74,14 +75,25 @@ def legend() -> str:
 
 
 def has_check_runs(one: Judged) -> bool:
-    """Return whether each of the two configs of the sanity check has two runs. Before that, a study is not judged."""
+    """Return whether a study is judged: the configs of its sanity check have two runs each.
+
+    A study with a search is judged when all its runs are done.
+    """
+    if one.search:
+        return not any(missing(one, name) for name in one.groups)
     return all(len(one.groups[name].losses) + len(one.groups[name].lost) > 1 for name in ("dense", one.check.worse))
+
+
+def missing(one: Judged, name: str) -> list[int]:
+    """Return the seeds of a config of a study whose runs are missing."""
+    group = one.groups[name]
+    return [seed for seed in seeds_of(name, one.check, one.seeds) if seed not in group.losses | group.lost]
 
 
 def done(one: Judged) -> str:
     """Return in words how many runs of a study are done."""
     runs = sum(len(group.losses) + len(group.lost) for group in one.groups.values())
-    return f"{runs} of {len(one.groups) * len(one.seeds)} runs"
+    return f"{runs} of {sum(len(seeds_of(name, one.check, one.seeds)) for name in one.groups)} runs"
 
 
 def dense(one: Judged) -> str:
@@ -154,10 +166,10 @@ def config_rows(one: Judged) -> list[list[str]]:
     head = ["config", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
     rows, base = [head], one.groups["dense"]
     for name, group in one.groups.items():
-        missing = [seed for seed in one.seeds if seed not in group.losses and seed not in group.lost]
+        left, wanted = missing(one, name), seeds_of(name, one.check, one.seeds)
         reaches = [mean(group, score, one.seeds) for score in ("loss", "accuracy")]
         marks = [f"seed {seed} {outcome}" for seed, outcome in group.lost.items()]
-        marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
+        marks += [f"seeds missing: {', '.join(map(str, left))}"] if left else []
         shares = [
             value / of for value, of in ((group.flops, base.flops), (group.time, base.time), (group.bytes, base.bytes))
         ]
@@ -166,11 +178,42 @@ def config_rows(one: Judged) -> list[list[str]]:
             "" if math.isnan(reaches[0]) else f"{reaches[0]:.4f}",
             "" if math.isnan(reaches[1]) else f"{100 * reaches[1]:.2f}",
             *("" if math.isnan(share) else f"{share:.2f}" for share in shares),
-            f"{len({*group.losses} & {*one.seeds})} of {len(one.seeds)}",
+            f"{len({*group.losses} & {*wanted})} of {len(wanted)}",
             "; ".join(marks),
         ])  # fmt: skip
     filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
     return [[cell for cell, keep in zip(row, filled, strict=True) if keep] for row in rows]
+
+
+def search_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of the search of a study: mean validation losses; the first row is its head."""
+    rates = one.study.design.search.rates
+    rows = [["validation loss in the search", *(f"rate {rate:g}" for rate in rates), "chosen"]]
+    for name, losses in one.search.items():
+        rows.append([name, *(f"{losses[rate]:.4f}" for rate in rates), f"{one.groups[name].changes[RATE]:g}"])
+    return rows
+
+
+def width_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of dense networks as good as sparse ones, by their width; the first is its head.
+
+    A dense network between two widths is taken to have a loss on the line between theirs, along the logarithm of the
+    width. At the narrowest and the widest network the search ends, and says so with ≤ and ≥.
+    """
+    own = one.study.design.config.model.width
+    width = lambda name: one.groups[name].changes.get("model.width", own)
+    dense = [name for name, group in one.groups.items() if name == "dense" or kind_of(group.changes) == "narrower"]
+    sparse = [name for name in one.groups if name not in (*dense, one.check.worse)]
+    seeds = [seed for seed in one.seeds if all(seed in one.groups[name].losses for name in (*dense, *sparse))]
+    losses = lambda name: [one.groups[name].losses[seed] for seed in seeds]
+    dense.sort(key=width)
+    rows = [["sparse config", "its width", "width of a dense network with its loss, 95 % interval"]]
+    for name in sparse if len(seeds) > 1 else []:
+        found = effects.crossing([math.log(width(each)) for each in dense], list(map(losses, dense)), losses(name))
+        ends = {math.log(width(dense[0])): "≤ ", math.log(width(dense[-1])): "≥ "}
+        where, low, high = (f"{ends.get(each, '')}{math.exp(each):.0f}" for each in found)
+        rows.append([name, f"{width(name)}", f"{where} [{low}, {high}]"])
+    return rows
 
 
 # ---- pictures ----
@@ -201,9 +244,7 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         if not math.isnan(share):
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
-            points[kind].append(
-                cv.Point(re.sub(", FLOPs of “.*”", "", name), share, effect.difference, (high - low) / 2, colour)
-            )
+            points[kind].append(cv.Point(BASELINE.sub("", name), share, effect.difference, (high - low) / 2, colour))
     up = f"difference of the loss from dense, {one.check.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
     return cv.frontier(
@@ -265,15 +306,16 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
     if not has_check_runs(one):
-        both = f"dense and “{one.check.worse}”"
-        return [f"Not finished: {done(one)} are done. The study is judged when {both} have two runs each."], {}
+        enough = "all are done" if one.search else f"dense and “{one.check.worse}” have two runs each"
+        return [f"Not finished: {done(one)} are done. The study is judged when {enough}."], {}
     pictures = {f"{name}_{cost}": cv.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
     parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
     if drawn := flips(one):
         pictures[f"{name}_flips"] = cv.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
-    parts += [reached(one, results), *map(markdown_table, (claim_rows(one), config_rows(one))), *remarks(one, results)]
+    tables = [claim_rows(one), config_rows(one), *([width_rows(one), search_rows(one)] if one.search else [])]
+    parts += [reached(one, results), *map(markdown_table, tables), *remarks(one, results)]
     return parts, pictures
 
 
@@ -296,9 +338,9 @@ def remarks(one: Judged, results: Path) -> list[str]:
     if math.isnan(one.groups["dense"].time):
         timed = study(f"times_{one.name.rpartition('_')[2]}")
         found.append(f"The times of this study have not been measured. Measure them with: `{timed.command}`.")
-    missing = [group for group in one.groups if group not in (*one.over_dense, "dense", one.check.worse)]
-    if missing:
-        found.append(f"Not in the pictures, because fewer than two seeds were run: {', '.join(missing)}.")
+    few = [group for group in one.groups if group not in (*one.over_dense, "dense", one.check.worse)]
+    if few:
+        found.append(f"Not in the pictures, because fewer than two seeds were run: {', '.join(few)}.")
     path = results / f"{one.name}.jsonl"
     repeated = sum(bool(text.strip()) for text in path.read_text().splitlines()) - len(one.lines)
     if repeated:
@@ -395,7 +437,7 @@ def main_claims(results: Path) -> str:
         if not has_check_runs(one):
             begun.append(f"`{one.name}` ({done(one)})")
             continue
-        if any(seed not in group.losses | group.lost for group in one.groups.values() for seed in one.seeds):
+        if any(missing(one, name) for name in one.groups):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [(one, judgement) for judgement in one.judgements if judgement.claim.about]
     known = [*_networks(found)]
@@ -406,10 +448,8 @@ def main_claims(results: Path) -> str:
     parts = [markdown_table([["config or paper", *LINE], *lines])]
     if begun:
         parts.append(f"Not finished: {', '.join(begun)}.")
-    if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
-        parts.append(
-            f"Not run yet: {', '.join(missing)}. The files of [experiments/studies](studies) have their claims."
-        )
+    if left := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
+        parts.append(f"Not run yet: {', '.join(left)}. The files of [experiments/studies](studies) have their claims.")
     return "\n\n".join(parts)
 
 
@@ -460,7 +500,7 @@ def compared(claim: Claim) -> str:
     >>> compared(Claim(text, "MdGf 1:16", "better than", "narrower dense, FLOPs of “MdGf 1:16”"))
     'MdGf 1:16 vs narrower dense, which has slightly more FLOPs (feed-forward layers)'
     """
-    sides = [_with_pattern(re.sub(", FLOPs of “.*”", "", name)) for name in (claim.first, claim.second)]
+    sides = [_with_pattern(BASELINE.sub("", name)) for name in (claim.first, claim.second)]
     more = ", which has slightly more FLOPs" if "slightly more FLOPs" in claim.text else ""
     more += ", which has fewer FLOPs" if ", with more FLOPs," in claim.text else ""
     layers = re.search("queries|feed-forward layers", re.sub("narrower feed-forward layers", "", claim.text))
@@ -470,7 +510,7 @@ def compared(claim: Claim) -> str:
 
 def _with_pattern(name: str) -> str:
     """Return the name of a config with its pattern, which is 2:4 if the name has none."""
-    if re.search(r"\d:\d", name) or re.match("(narrower |shorter )?dense", name):
+    if re.search(r"\d:\d", name) or re.match("((narrower|narrowest|shorter) )?dense", name):
         return name
     return re.sub("^[^ ,]+", lambda word: f"{word[0]} 2:4", name)
 
@@ -555,12 +595,21 @@ def _devices(studies: list[Judged]) -> str:
 
 def _scale(studies: list[Judged]) -> str:
     """Return sentences on what a difference is worth: what narrower dense networks add to the loss."""
-    narrower = {}
+    narrower: dict[float, Effect] = {}  # by the share of the FLOPs
     for one in studies:
         base = one.groups["dense"].flops
         for name, effect in one.over_dense.items():
-            if name == methods.HALF or name.startswith("narrower dense"):
-                narrower.setdefault(f"{one.groups[name].flops / base:.2f}", f"{interval(effect, 4)}")
-    shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
-    parts = [f"{more} with {share} of the FLOPs" for share, more in shown.items()]
-    return f" The loss of a narrower dense network minus that of dense is {' and '.join(parts)}." if parts else ""
+            share = round(one.groups[name].flops / base, 2)
+            if share < 1 and (name == methods.HALF or name.startswith("narrower dense")):
+                narrower.setdefault(share, effect)
+    if not narrower:
+        return ""
+    fewest = sorted(narrower)[:2]
+    costs = " and ".join(f"{interval(narrower[share], 4)} with {share:.2f} of the FLOPs" for share in fewest)
+    said = f" The loss of a narrower dense network minus that of dense is {costs}."
+    near = {share: effect.standard_error / (1 - share) for share, effect in narrower.items() if share > 0.5}
+    if near:
+        surest = min(near, key=near.__getitem__)
+        tenth = interval(narrower[surest], 4, 0.1 / (1 - surest))
+        said += f" By the one with {surest:.2f}, dense pays {tenth} for 10 % of its FLOPs."
+    return said

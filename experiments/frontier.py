@@ -35,9 +35,10 @@ def results_of(config_file: str) -> str:
       config_file: The study's config file, such as "experiments/studies/recipe.py:vit_cpu".
 
     Raises:
-      Mistake: If it is not the config file of a study with claims, or if the study has no results.
+      Mistake: If it is not the config file of a study with claims, or if the study has no results, or a search.
     """
-    known = {recorded.study(one).config_file: one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
+    run = {recorded.study(one): one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
+    known = {study.config_file: one for study, one in run.items() if not study.design.search}
     if config_file not in known:
         others = f"Write one of {', '.join(known)}." if known else "No study with claims has results yet."
         raise Mistake(f"--config={config_file} is not the config file of a study with results. {others}")

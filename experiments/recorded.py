@@ -9,13 +9,14 @@ from typing import NamedTuple
 from experiments import collected, config_files, members
 from experiments.errors import Mistake
 from experiments.files import of_json
-from experiments.studies import Design, __main__ as looks, named
+from experiments.studies import SEARCH, Design, __main__ as looks, named, search_losses
 from experiments.training import digest
 from experiments.training.settings import shortened
 
 LOOKED = ("case", "rows", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
 SWEPT = ("changes", "devices", "outcome", "steps", "flops", "began", "ended", "versions", "notes")
 SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
+RESULTS = Path(__file__).parent / "results"
 
 
 class Study(NamedTuple):
@@ -29,7 +30,7 @@ class Study(NamedTuple):
 
     @property
     def design(self) -> Design:
-        """Its runs and its claims, if it is a sweep."""
+        """Its runs and its claims, if it is a sweep. If it has a search, they have no learning rates yet."""
         return self.module.design(self.variant)
 
 
@@ -72,6 +73,22 @@ def read(path: Path) -> list[dict]:
         line = _checked(text, f"{path}, line {number}", its_study)
         last_of_run[str(line["changes"]) if its_study.config_file else line["run"]] = line
     return list(last_of_run.values())
+
+
+def search_of(design: Design, results: Path = RESULTS) -> dict[str, dict[float, float]]:
+    """Return what the search of a study found, as `search_losses`; empty if it has no search.
+
+    Args:
+      design: The study.
+      results: The folder of the results.
+
+    Raises:
+      Mistake: The results of the search cannot be read, or runs are missing.
+    """
+    if design.search is None:
+        return {}
+    path = results / f"{design.search.study}{SEARCH}.jsonl"
+    return search_losses(design, read(path) if path.exists() else [], study(path.stem).command)
 
 
 def _checked(text: str, where: str, its_study: Study) -> dict:

@@ -30,6 +30,7 @@ from experiments.files import replace
 from experiments.recorded import Study, read, seconds, study
 from experiments.report import curves
 from experiments.report.words import duration, markdown_table
+from experiments.studies import SEARCH
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
@@ -157,9 +158,9 @@ def _section(name: str, page: Path) -> str:
 
 
 def unplaced(text: str, results: Path = RESULTS) -> list[Path]:
-    """Return the files of results that the page has no block for. Times and scores of baselines need none."""
+    """Return the files of results that the page has no block for. Times, searches and baselines' scores need none."""
     known = {name for name, _ in BLOCK.findall(text)} | {"recorded_baselines"}
-    found = (path for path in sorted(results.glob("*.jsonl")) if not path.stem.startswith("times_"))
+    found = (path for path in sorted(results.glob("*.jsonl")) if not re.search(f"^times_|{SEARCH}$", path.stem))
     return [path for path in found if path.stem not in known]
 
 

@@ -89,6 +89,34 @@ def effects(
     return [effect._replace(p=p) for effect, p in zip(found, corrected, strict=False)]
 
 
+def crossing(
+    along: Sequence[float], curve: Sequence[Sequence[float]], own: Sequence[float]
+) -> tuple[float, float, float]:  # fmt: skip
+    """Return where a curve has the mean of some results, and the limits of the 95 % interval.
+
+    The curve is a line between neighbouring points. The interval has all places where a paired t test over the seeds
+    does not tell the curve from the results. It is looked for between the first point and the last.
+
+    Args:
+      along: The places of the points of the curve, in ascending order.
+      curve: The results at each place, by seed.
+      own: The results that are looked for, with the same seeds.
+
+    >>> where, low, high = crossing((0.0, 1.0), ((4.0, 4.2, 4.1), (2.0, 2.2, 2.1)), (3.0, 3.1, 3.2))
+    >>> round(where, 3), round(low, 2), round(high, 2)
+    (0.5, 0.38, 0.62)
+    """
+    from scipy.special import stdtrit  # here because it is slow, and a launch does not need it
+
+    places = np.linspace(along[0], along[-1], 4001)
+    lines = np.array([np.interp(places, along, by_place) for by_place in np.transpose(curve)])
+    off = lines - np.array(own)[:, None]
+    mean, error = off.mean(axis=0), off.std(axis=0, ddof=1) / math.sqrt(len(own))
+    alike = places[np.abs(mean) <= stdtrit(len(own) - 1, 1 - LEVEL / 2) * error]
+    where = float(places[np.argmin(np.abs(mean))])
+    return where, float(min(alike, default=where)), float(max(alike, default=where))
+
+
 def scattered(values: Mapping[str, Mapping[int, float]]) -> set[str]:
     """Return the methods whose runs scatter much more than those of the others, so that they cannot share a variance.
 

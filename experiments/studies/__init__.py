@@ -11,12 +11,16 @@ This makes the missing runs::
 """
 
 import importlib
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from ml_collections import ConfigDict
+
+from experiments.errors import Mistake
 
 SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, for groups of 64
     name="vit", size="tiny", width=64, hidden=256, depth=2, patch=7, pool="mean", scan=False, remat=False
@@ -31,6 +35,8 @@ STUDIES = (  # those with claims, in the order of REPRODUCTION.md
     "equal_flops_cpu",
     "equal_flops_qk_cpu",
     "residual_cpu",
+    "rivals_resnet_cpu",
+    "rivals_gpt_cpu",
     "held_vit_cpu",
     "unbiased_vit_cpu",
     "whole_rows_vit_cpu",
@@ -78,6 +84,7 @@ class SanityCheck(NamedTuple):
       worse: The name of the config that has to be worse than dense by more than the margin.
       margin: The largest difference of the loss that does not matter.
       unit: The unit of the loss.
+      seeds: How many of the study's seeds the config that has to be worse has; None for all.
     """
 
     network: str
@@ -87,9 +94,29 @@ class SanityCheck(NamedTuple):
     worse: str
     margin: float
     unit: str
+    seeds: int | None = None
 
 
 Changes = dict[str, Any]  # of a config, by field
+RATE = "learning_rate.peak"
+SEARCH = "_search"  # ends the variant, and so the name of the results, of the search of a study
+
+
+class Search(NamedTuple):
+    """How a study chooses a learning rate for each config, before its own runs.
+
+    Each config is trained with each rate and each seed of the search. It gets the rate with the lowest mean validation
+    loss of the hardened network. The config that has to be worse is not searched: it keeps the rate of the config file.
+
+    Attributes:
+      study: The name of the study.
+      rates: The learning rates that are tried.
+      seeds: The seeds of these runs, none of which is a seed of the study.
+    """
+
+    study: str
+    rates: Sequence[float]
+    seeds: Sequence[int]
 
 
 class Design(NamedTuple):
@@ -98,9 +125,10 @@ class Design(NamedTuple):
     Attributes:
       config: The config that its runs change.
       check: What its networks have to pass.
-      seeds: The seeds of every config.
+      seeds: The seeds of every config; the one that has to be worse may have only the first of them.
       groups: What each config changes, by its name.
       claims: The claims that it judges.
+      search: How it chooses learning rates; None if all configs have that of the config.
     """
 
     config: ConfigDict
@@ -108,6 +136,7 @@ class Design(NamedTuple):
     seeds: Sequence[int]
     groups: dict[str, Changes]
     claims: list[Claim]
+    search: Search | None = None
 
 
 WORSE = "random 1:16 mask"  # the config that has to be worse
@@ -175,6 +204,86 @@ def as_good(first: str, second: str = "dense", text: str = "", about: str = "") 
     return Claim(text or f"{first} is as good as {second}", first, "as good as", second, about)
 
 
+def searched(design: Design) -> Design:
+    """Return the search of a study: its configs with each learning rate, and no claims."""
+    assert design.search is not None
+    names = [name for name in design.groups if name != design.check.worse]
+    tried = {
+        f"{name}, rate {rate:g}": design.groups[name] | {RATE: rate} for name in names for rate in design.search.rates
+    }
+    return design._replace(seeds=design.search.seeds, groups=tried, claims=[], search=None)
+
+
+def search_losses(design: Design, lines: Iterable[dict], again: str) -> dict[str, dict[float, float]]:
+    """Return what the search of a study found: for each config the mean validation loss by learning rate.
+
+    Args:
+      design: The study.
+      lines: The results of its search.
+      again: The command that makes those that are missing.
+
+    Raises:
+      Mistake: Runs of the search are missing, it shares a seed with the study, or all runs of a config diverged.
+    """
+    search = design.search
+    if search is None:
+        return {}
+    if shared := sorted({*search.seeds} & {*design.seeds}):
+        raise Mistake(f"{search.study}: the seed {shared[0]} is one of its search too. Give the search other seeds.")
+    known = {_changed(line["changes"]): _validation_loss(line) for line in lines}
+    wanted = [changes | {"seed": seed} for changes in searched(design).groups.values() for seed in search.seeds]
+    if missing := sum(_changed(run) not in known for run in wanted):
+        raise Mistake(
+            f"{search.study} has no learning rates, because {missing} of {len(wanted)} runs of its search are missing. "
+            f"Make them with: {again}"
+        )
+    found = {}
+    for name, changes in design.groups.items():
+        if name != design.check.worse:
+            loss = lambda rate, changes=changes: statistics.fmean(
+                known[_changed(changes | {RATE: rate, "seed": seed})] for seed in search.seeds
+            )
+            found[name] = {rate: loss(rate) for rate in search.rates}
+            if min(found[name].values()) == math.inf:
+                raise Mistake(f"{search.study}: “{name}” diverged with each rate of its search. Give it other rates.")
+    return found
+
+
+def decided(design: Design, losses: dict[str, dict[float, float]]) -> Design:
+    """Return a study whose configs have the learning rates with the lowest losses of its search.
+
+    Args:
+      design: The study.
+      losses: What `search_losses` returns.
+    """
+    rates = {name: min(by_rate, key=by_rate.__getitem__) for name, by_rate in losses.items()}
+    own = {name: changes | ({RATE: rates[name]} if name in rates else {}) for name, changes in design.groups.items()}
+    return design._replace(groups=own)
+
+
+def _changed(changes: Changes) -> str:
+    """Return what tells the runs of a study apart."""
+    return str(sorted(changes.items()))
+
+
+def _validation_loss(line: dict) -> float:
+    """Return the validation loss of the hardened network of a run; infinity if the run diverged."""
+    if line["outcome"] != "finished":
+        return math.inf
+    return line["figures"].get("validation_hardened_loss", line["figures"]["validation_loss"])
+
+
+def seeds_of(group: str, check: SanityCheck, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds that a config of a study should have.
+
+    Args:
+      group: The name of the config.
+      check: The sanity check of the study.
+      seeds: The seeds of the study.
+    """
+    return seeds[: check.seeds] if group == check.worse else seeds
+
+
 def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict], Callable[..., list[Changes]]]:
     """Return what launch.py calls in a config file, get_config and get_sweep, of a study.
 
@@ -185,7 +294,11 @@ def launched(design: Callable[[str], Design]) -> tuple[Callable[..., ConfigDict]
     """
 
     def get_sweep(variant: str = "") -> list[Changes]:
+        from experiments import recorded  # here because it reads studies
+
         of = design(variant)
-        return [changes | {"seed": seed} for changes in of.groups.values() for seed in of.seeds]
+        of = decided(of, recorded.search_of(of))
+        runs = [(of.groups[name], seed) for name in of.groups for seed in seeds_of(name, of.check, of.seeds)]
+        return [changes | {"seed": seed} for changes, seed in runs]
 
     return lambda variant="": design(variant).config, get_sweep
