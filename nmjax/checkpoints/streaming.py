@@ -7,6 +7,7 @@ call goes on at the block where it was.
 """
 
 import hashlib
+import inspect
 import json
 import math
 import mmap
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def prune(
                         )
                     _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
             return dict.fromkeys(patterns, (math.nan, math.nan))
+        _check_dtype(source, model, given)
         steps, moments = Steps(model, recipe, calls), solver not in OF_NORMS
         written = [
             path for path in given if permute or path in {steps.layers[one].kernel_path for one in steps.patterns}
@@ -285,12 +287,22 @@ def _digest(calls: list[Call]) -> str:
 def _model(source: Any, held: Tensors, family: Kind | None) -> tuple[Any, dict[str, np.ndarray]]:
     """Return the model of a checkpoint, and its parameters by path: views of the tensors, in their dtype.
 
-    It computes in float32.
+    It computes in float32, if it takes a dtype.
     """
-    options = {"family": family, "dtype": jnp.float32}
-    given = models.views(source, held, **options)
-    make = models.architecture(source, **options)
-    return models.made_of(make, given, nnx.Rngs(0), lambda v, dtype: v), given
+    make: Any = models.architecture(source, family=family)
+    options = {"dtype": jnp.float32} if "dtype" in inspect.signature(make.func).parameters else {}
+    given = models.views(source, held, family=family, **options)
+    return models.made_of(partial(make, **options), given, nnx.Rngs(0), lambda v, dtype: v), given
+
+
+def _check_dtype(source: Any, model: Any, given: Mapping[str, np.ndarray]) -> None:
+    """Refuse a model that would compute in the dtype of a file that is not float32."""
+    other = next((path for path, v in given.items() if v.dtype != np.float32), None)
+    if other is not None and "dtype" not in inspect.signature(type(model)).parameters:
+        raise CheckpointError(
+            f"{source}: {other} is {given[other].dtype}, and {type(model).__name__} takes no dtype to compute in. Use "
+            "nm.nnx.prune, which takes it in float32."
+        )
 
 
 def _view(source: Any, path: str, given: Mapping[str, np.ndarray]) -> np.ndarray:

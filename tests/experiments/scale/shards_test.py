@@ -95,6 +95,7 @@ def test_runs_side_by_side_have_automatic_axes(monkeypatch):
 @pytest.mark.slow
 def test_a_loss_without_types_is_computed_on_automatic_axes_with_a_warning(monkeypatch):
     """Here the loss sorts what devices share, which the plan, of the model alone, does not see."""
+    wanted = uncut("--config.model.depth=1")[1][0]
     as_on_a_tpu(monkeypatch)
     m = made(1, 1, "--config.model.depth=1")
     loss = type(m.task).loss
@@ -109,7 +110,7 @@ def test_a_loss_without_types_is_computed_on_automatic_axes_with_a_warning(monke
     ):
         _, told = steps(m, 1)
     assert not m.explicit
-    np.testing.assert_allclose(told[0]["loss"], uncut("--config.model.depth=1")[1][0]["loss"], rtol=1e-5)
+    np.testing.assert_allclose(told[0]["loss"], wanted["loss"], rtol=1e-5)
 
 
 @pytest.mark.slow
