@@ -393,8 +393,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     options |= {
         "kv_heads": config.get("num_key_value_heads") or heads, "features": config.get("head_dim") or width // heads,
         "activation": ACTIVATIONS[activation], "epsilon": config.get("rms_norm_eps", 1e-5 if fused else 1e-6),
-        "rotary": rotary,
-        "bias": biased, "norm_heads": normed, "tied": tied,
+        "rotary": rotary, "bias": biased, "norm_heads": normed, "tied": tied,
     }  # fmt: skip
     if gemma:
         scale = _number("has query_pre_attn_scalar", _field(config, "query_pre_attn_scalar"), whole=False)
