@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
@@ -203,21 +204,24 @@ def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], j
     a, undo = weights([jnp.abs(v) for v in x])
     saturated, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), fusion.total(a)
     for _ in range(n - 1):
-        saturated = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(saturated, a, strict=True)]
-        left = n - fusion.total(s.astype(u.dtype) for s in saturated)
+        least = jnp.where(rest > 0, rest, jnp.inf)  # no zero is saturated
+        saturated = [s | (v * left >= least) for s, v in zip(saturated, a, strict=True)]
+        left = n - fusion.total(jnp.where(s, 1.0, 0.0).astype(u.dtype) for s in saturated)
         rest = fusion.total(jnp.where(s, 0.0, v) for s, v in zip(saturated, a, strict=True))
     share = fusion.total(jnp.where(left == j, 1 / j, 0.0) for j in range(1, n + 1))  # 1 / left
     tau = rest * share.astype(u.dtype)
     u = above_zero(u, undo)
-    points = [(u + j) * tau for j in range(n)]
-    upto, before = jnp.zeros_like(u), jnp.zeros_like(u)
-    hits: list[jax.Array] = []
-    for v, s in zip(a, saturated, strict=True):
-        upto = upto + jnp.where(s, 0.0, v)
-        passed = jnp.minimum(fusion.total((point < upto).astype(u.dtype) for point in points), left)
-        passed = jnp.where(rest > 0, jnp.where(upto >= rest, left, passed), 0.0)  # at the end all, despite rounding
-        hits.append(s | (passed > before))
-        before = passed
+    kind = np.dtype(f"int{jnp.finfo(u.dtype).bits}")  # numbers that are not negative compare as their bits do
+    bits = lambda v: lax.bitcast_convert_type(v, kind)
+    end, hits = bits(rest) - kind.type(1), list(saturated)
+    for j in range(n):
+        counts = (left > j) & (rest > 0)
+        point = jnp.where(counts, jnp.minimum(bits((u + j) * tau), end), kind.type(np.iinfo(kind).max))
+        upto, passed = jnp.zeros_like(u), jnp.zeros_like(u, bool)
+        for i, (v, s) in enumerate(zip(a, saturated, strict=True)):
+            upto = upto + jnp.where(s, 0.0, v)
+            before, passed = passed, bits(upto) > point
+            hits[i] = hits[i] | passed ^ before
     return hits, tau * undo
 
 
@@ -260,7 +264,8 @@ def _result(g: jax.Array, hit: jax.Array, tau: jax.Array) -> jax.Array:
 
 def _value(x: jax.Array, tau: jax.Array) -> jax.Array:
     """Return sign(x) * max(|x|, tau), and NaN for NaN."""
-    return jnp.where(jnp.abs(x) < tau, jnp.where(x < 0, -tau, tau), x)
+    size = jnp.maximum(jnp.abs(x), tau)
+    return jnp.where(x < 0, -size, size)
 
 
 def _as_stored(tau: jax.Array, g: jax.Array) -> jax.Array:
