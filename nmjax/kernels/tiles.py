@@ -273,7 +273,7 @@ def _rounded(
     r = uniform(words, *numbers, last) if copy.rounding == "random" else None
     beta, scale = factors[index // share, 0], factors[index // share, 1 + number]
     prune = copy.pruner.kernel_form.members
-    x = x if prune is None else prune(x, u, beta)  # `identity` has none
+    x = x if prune is None else [v.astype(x[0].dtype) for v in prune(x, u, beta)]  # `identity` has none
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 
