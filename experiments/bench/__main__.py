@@ -57,7 +57,7 @@ def _method(text: str) -> str:
 OPTIONS: dict[str, dict[str, Any]] = {
     "rounds": {"type": int, "default": 9, "help": "how often everything is timed (default 9)"},
     "save": {"metavar": "NAME", "nargs": "?", "const": "", "help": "also write experiments/results/NAME.md"},
-    "device": {"choices": ("a100",), "help": "count what XLA's compiler makes of pruning for this device instead"},
+    "device": {"choices": ("a100", "h200"), "help": "count in compiled programs: pruning by XLA, or kernels that pack"},
     "size": {"type": _size, "default": 4096, "help": "rows and columns of the arrays (default 4096)"},
     "config": {"action": "append", "default": [], "help": "a config file, with or without a variant (repeatable)"},
     "dir": {"default": "", "help": "the folder of the data, as --config.data.dir"},

@@ -290,15 +290,20 @@ def _model(source: Any, held: Tensors, family: Kind | None) -> tuple[Any, dict[s
     It computes in float32, if it takes a dtype.
     """
     make: Any = models.architecture(source, family=family)
-    options = {"dtype": jnp.float32} if "dtype" in inspect.signature(make.func).parameters else {}
+    options = {"dtype": jnp.float32} if _takes_dtype(make.func) else {}
     given = models.views(source, held, family=family, **options)
     return models.made_of(partial(make, **options), given, nnx.Rngs(0), lambda v, dtype: v), given
+
+
+def _takes_dtype(make: Any) -> bool:
+    """Return whether a class of models, or a function that makes one, takes the dtype to compute in."""
+    return "dtype" in inspect.signature(make.__init__ if isinstance(make, type) else make).parameters
 
 
 def _check_dtype(source: Any, model: Any, given: Mapping[str, np.ndarray]) -> None:
     """Refuse a model that would compute in the dtype of a file that is not float32."""
     other = next((path for path, v in given.items() if v.dtype != np.float32), None)
-    if other is not None and "dtype" not in inspect.signature(type(model)).parameters:
+    if other is not None and not _takes_dtype(type(model)):
         raise CheckpointError(
             f"{source}: {other} is {given[other].dtype}, and {type(model).__name__} takes no dtype to compute in. Use "
             "nm.nnx.prune, which takes it in float32."

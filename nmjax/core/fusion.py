@@ -5,9 +5,10 @@ of the group, or makes several passes. On GPUs XLA makes two passes and writes t
 these take few bytes.
 """
 
+import functools
+import operator
 from collections.abc import Iterable
 from functools import partial
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 
 def total(terms: Iterable[Num[Array, "..."]]) -> Num[Array, "..."]:
-    """Return the sum of arrays of one shape, added one after another to zero.
+    """Return the sum of arrays of one shape, added one after another.
 
     Args:
       terms: The arrays, at least one.
@@ -29,7 +30,7 @@ def total(terms: Iterable[Num[Array, "..."]]) -> Num[Array, "..."]:
     >>> total([jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])])
     Array([4., 6.], dtype=float32)
     """
-    return cast(jax.Array, sum(terms))
+    return functools.reduce(operator.add, terms)
 
 
 def compute_once(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -107,8 +107,8 @@ class KernelForm(NamedTuple):
     Attributes:
       members: A function (x, u, state) of the values at each position of a group, a list of m arrays; of one uniform in
         [0, 1) for each group, None if it draws none, or a tuple of as many as ``keys`` returns; and of the scalar. It
-        returns the values after pruning, in the same order. If the pruner has a mask, it takes as ``of`` other arrays,
-        of which it keeps the same members.
+        returns the values after pruning, in the same order, in the dtype of the members or, for kernels to round, in a
+        wider one. If the pruner has a mask, it takes as ``of`` other arrays, of which it keeps the same members.
       tile: The same for tiles of m x m values, m rows of m arrays. It takes the tile, and ``of``.
       keys: A function of the key of a call. It returns the key of each uniform.
       each: True if a call draws a uniform for each value. ``members`` then takes a list of m arrays as u.

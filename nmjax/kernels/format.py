@@ -268,21 +268,16 @@ def two_of_four(
       nonzero: Masks of the members that are not zero. Without them, members are compared with 0.
       crowded: What a group with more than two non-zeros stores, a NaN. Without it, such groups must not occur.
     """
-    full = [f.astype(jnp.int32) for f in nonzero or [x != 0 for x in v]]  # NaN is not zero
-    count = sum(full)
-    zeros_first = jnp.minimum(count, 2)  # the rank of the first zero
-    keep: list[jax.Array] = []
-    fulls, zeros = jnp.zeros_like(full[0]), zeros_first
-    for f in full:
-        keep.append(jnp.where(f == 1, fulls, zeros) < 2)
-        fulls, zeros = fulls + f, zeros + 1 - f
+    f = nonzero or [x != 0 for x in v]  # NaN is not zero
+    both, late = f[2] & f[3], f[1] & (f[2] | f[3])  # the first non-zero of two is member 2, or member 1
     one, two, three = (np.uint32(i) for i in (1, 2, 3))
-    low = jnp.where(keep[0], np.uint32(0), jnp.where(keep[1], one, two))
-    high = jnp.where(keep[3], three, jnp.where(keep[2], two, one))
-    first = jnp.where(keep[0], v[0], jnp.where(keep[1], v[1], v[2]))
-    second = jnp.where(keep[3], v[3], jnp.where(keep[2], v[2], v[1]))
+    low = jnp.where(both, two, jnp.where(late, one, np.uint32(0)))
+    high = jnp.where(f[3], three, jnp.where(f[2], two, one))
+    first = jnp.where(both, v[2], jnp.where(late, v[1], v[0]))
+    second = jnp.where(f[3], v[3], jnp.where(f[2], v[2], v[1]))
     if crowded is not None:
-        first, second = (jnp.where(count > 2, crowded, x) for x in (first, second))
+        more = f[0] & f[1] & (f[2] | f[3]) | both & (f[0] | f[1])
+        first, second = (jnp.where(more, crowded, x) for x in (first, second))
     return first, second, low | high << np.uint32(2)
 
 

@@ -131,6 +131,7 @@ def _across(
     x = [v for pair in pairs for v in apart(pair, dtype)]
     kept = pruned(pruner, x, words, scale, whole, (1, 4), *_groups(at, origin, x[0].shape, (1, 4), _ACROSS, emulated))
     first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
+    first, second = first.astype(dtype), second.astype(dtype)
     store(values.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * _GROUPS, _GROUPS)], together(first, second), emulated)
     store(places.at[b, i, j], _words(nibble, _ACROSS, emulated), emulated)
 
@@ -154,7 +155,7 @@ def _down(
     kept = pruned(pruner, x, words, scale, whole, (4, 1), *_groups(at, origin, x[0].shape, (4, 1), _DOWN, emulated))
     *kept, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     for slot in range(2):
-        store(member(values, slot), kept[slot], emulated)
+        store(member(values, slot), kept[slot].astype(dtype), emulated)
     store(places.at[b, j, i], _words(nibble, _DOWN, emulated), emulated)
 
 

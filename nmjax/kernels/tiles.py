@@ -226,8 +226,11 @@ def _copies(
     tile, refs = _members(at, seen, dtype, emulated), iter(outputs)
     first = [start // 4 + block * _TILES for start, block in ((origin[1], i), (origin[2], j))]
     tiles = [first[d] + iota((_TILES, _TILES), d, _TILED, emulated) for d in range(2)]
-    for number, copy in enumerate(wanted):
-        groups = [_rounded(tile, copy, line, words, factors, number, whole, (origin[0] + b, *tiles)) for line in FOUR]
+    index = origin[0] + b
+    row = index // (whole[0] // words.shape[0])
+    beta, *scales = (factors[row, n] for n in range(1 + len(wanted)))  # once: a compiler does not merge readings
+    for copy, scale in zip(wanted, scales, strict=True):
+        groups = [_rounded(tile, copy, line, words, beta, scale, whole, (index, *tiles)) for line in FOUR]
         there = (b, j, i) if copy.turns else at
         if not copy.packed:
             _write_lines(copy, _words_of_bytes(copy, groups), next(refs), there, emulated)
@@ -250,7 +253,7 @@ def _write_lines(
 
 
 def _rounded(
-    tile: Lines, copy: Copy, line: int, words: Ref, factors: Ref, number: int, whole: tuple[int, ...],
+    tile: Lines, copy: Copy, line: int, words: Ref, beta: jax.Array, scale: jax.Array, whole: tuple[int, ...],
     at: tuple[jax.Array, ...],
 ) -> list[UInt[Array, "r c"]]:  # fmt: skip
     """Prune and round one line of the tile's members, a group of four, and return their bytes.
@@ -259,8 +262,9 @@ def _rounded(
       tile: The 16 members of the tiles, by row and column.
       copy: The form that is wanted.
       line: A row of the tiles if the axis of the form is -1, and a column if it is -2.
-      words, factors, whole: As in `copies`.
-      number: The index of the form in ``wanted``.
+      words, whole: As in `copies`.
+      beta: The scale of `soft`.
+      scale: The scale of the form.
       at: The array's index in the whole batch, and the row and column of each tile in the whole array, in tiles.
     """
     down = copy.axis == -2
@@ -271,9 +275,8 @@ def _rounded(
     numbers, last = (index, share, groups, row, column), words.shape[1] - 2
     u = uniforms(words, last, *numbers) if copy.pruner.facts.stochastic else None
     r = uniform(words, *numbers, last) if copy.rounding == "random" else None
-    beta, scale = factors[index // share, 0], factors[index // share, 1 + number]
     prune = copy.pruner.kernel_form.members
-    x = x if prune is None else prune(x, u, beta)  # `identity` has none
+    x = x if prune is None else [v.astype(x[0].dtype) for v in prune(x, u, beta)]  # `identity` has none
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 

@@ -6,13 +6,12 @@ magnitude to the largest value of the format.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt
 
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
@@ -69,28 +68,33 @@ def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = No
     >>> cast(jnp.float32(1.1), "e5m2"), cast(jnp.float32([1.1, 1.1]), "e5m2", jnp.float32([0.5, 0.7]))
     (Array(1, dtype=float8_e5m2), Array([1, 1.25], dtype=float8_e5m2))
     """
-    dtype = FORMATS[format]
-    info, finite = jnp.finfo(dtype), jnp.abs(x) < jnp.inf
     if u is not None:
-        step, per_step = _spacing(x, info)
-        steps = (jnp.abs(x) * per_step + u.astype(x.dtype)).astype(
-            jnp.int32
-        )  # rounds down, as no value is negative; Mosaic has no floor
-        x = jnp.where(x < 0, -1.0, 1.0) * (steps.astype(x.dtype) * step)
-    x = jnp.where(finite, jnp.clip(x, -float(info.max), float(info.max)), jnp.nan)
-    return x.astype(dtype)
+        return lax.bitcast_convert_type(_drawn(x, format, u).astype(jnp.uint8), FORMATS[format])
+    most = float(jnp.finfo(FORMATS[format]).max)
+    return jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(x, -most, most), jnp.nan).astype(FORMATS[format])
 
 
-def _spacing(x: Float[Array, "..."], info: Any) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Return the distance of neighbours of x in the format, and its reciprocal, as exact powers of two."""
-    wide = jnp.finfo(x.dtype)
-    kind = np.dtype(f"int{wide.bits}").type
-    digits, most = kind(wide.nmant), (1 << wide.nexp) - 1  # of the mantissa, and the largest biased exponent
+def _drawn(x: Float[Array, "..."], format: str, u: Float[Array, "..."]) -> UInt[Array, "..."]:
+    """Return the bits of numbers that are rounded up or down at random, in integers of the width of x.
+
+    Let s be the distance of neighbours of x in the format. The integer part of |x| / s + u counts such steps from 0, if
+    x is subnormal in the format, or else from 2**e: the power of two below x, less the first bit of its mantissa. Codes
+    of neighbours differ by one, so this integer is added to the code of that number.
+    """
+    wide, info = jnp.finfo(x.dtype), jnp.finfo(FORMATS[format])
+    kind = np.dtype(f"uint{wide.bits}").type
+    digits, most = wide.nmant, (1 << wide.nexp) - 1  # of the mantissa, and the largest biased exponent
     one = most >> 1  # the biased exponent of 1.0
-    exponent = lax.bitcast_convert_type(x, kind) >> digits & kind(most)
-    exponent = jnp.maximum(exponent, kind(one + info.minexp)) - kind(info.nmant)
-    power = lambda e: lax.bitcast_convert_type(e << digits, x.dtype)
-    return power(exponent), power(kind(2 * one) - exponent)
+    least = one + int(info.minexp)
+    drop = digits - info.nmant
+    size = lax.bitcast_convert_type(x, kind) & kind(most << digits | (1 << digits) - 1)
+    power = jnp.maximum(size, kind(least << digits)) & kind(most << digits)
+    per_step = lax.bitcast_convert_type(kind(2 * one + info.nmant << digits) - power, x.dtype)
+    steps = (jnp.abs(x) * per_step + u.astype(x.dtype)).astype(jnp.int32).astype(kind)  # Mosaic has no floor
+    code = (power >> kind(drop)) + steps - kind(least << info.nmant)
+    last = int(np.asarray(info.max).view(np.uint8))
+    code = jnp.where(size < kind(most << digits), jnp.minimum(code, kind(last)), kind(0x7F))
+    return code | jnp.where(x < 0, kind(0x80), kind(0))
 
 
 @dataclass(frozen=True, repr=False)

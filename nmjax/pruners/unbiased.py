@@ -14,11 +14,13 @@ and they are always kept. The magnitudes of the others are laid end to end, and 
 (u + j) * tau falls on it. The L1 norm of a group is the same in every draw.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
@@ -96,8 +98,7 @@ class mvue(Grouped):
             raise TypeError(f"{self} draws random numbers: pass one uniform for every group as u.")
         wide = [groups.wide(v) for v in x]
         hits, tau = chosen(wide, u, self.n)
-        tau = tau.astype(x[0].dtype).astype(wide[0].dtype)
-        return [jnp.where(hit, _value(v, tau), 0.0).astype(x[0].dtype) for hit, v in zip(hits, wide, strict=True)]
+        return [jnp.where(hit, _value(v, tau), 0.0) for hit, v in zip(hits, wide, strict=True)]
 
 
 def group_uniforms(x: Float[Array, "..."], axis: int, m: int, ctx: Ctx) -> Float32[Array, "..."]:
@@ -201,24 +202,34 @@ def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], j
       For every member a mask of the groups that keep it; and the threshold tau of every group.
     """
     a, undo = weights([jnp.abs(v) for v in x])
-    saturated, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), fusion.total(a)
+    saturated, left, upto = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n, jnp.int32), _sums(a)
     for _ in range(n - 1):
-        saturated = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(saturated, a, strict=True)]
-        left = n - fusion.total(s.astype(u.dtype) for s in saturated)
-        rest = fusion.total(jnp.where(s, 0.0, v) for s, v in zip(saturated, a, strict=True))
-    share = fusion.total(jnp.where(left == j, 1 / j, 0.0) for j in range(1, n + 1))  # 1 / left
-    tau = rest * share.astype(u.dtype)
-    u = above_zero(u, undo)
-    points = [(u + j) * tau for j in range(n)]
-    upto, before = jnp.zeros_like(u), jnp.zeros_like(u)
-    hits: list[jax.Array] = []
-    for v, s in zip(a, saturated, strict=True):
-        upto = upto + jnp.where(s, 0.0, v)
-        passed = jnp.minimum(fusion.total((point < upto).astype(u.dtype) for point in points), left)
-        passed = jnp.where(rest > 0, jnp.where(upto >= rest, left, passed), 0.0)  # at the end all, despite rounding
-        hits.append(s | (passed > before))
-        before = passed
+        least = jnp.where(upto[-1] > 0, upto[-1], jnp.inf)  # no zero is saturated
+        if n == 2:  # the same, with one product for each group
+            saturated = [v >= least * 0.5 for v in a]
+        else:
+            saturated = [s | (v * left.astype(u.dtype) >= least) for s, v in zip(saturated, a, strict=True)]
+        left = n - fusion.total(s.astype(jnp.int32) for s in saturated)
+        upto = _sums([jnp.where(s, 0.0, v) for s, v in zip(saturated, a, strict=True)])
+    share = jnp.full_like(u, 1 / n)  # 1 / left; where none are left, all that is kept is above tau
+    for j in range(1, n):
+        share = jnp.where(left == j, 1 / j, share)
+    tau, u = upto[-1] * share, above_zero(u, undo)
+    kind = np.dtype(f"int{jnp.finfo(u.dtype).bits}")  # numbers that are not negative compare as their bits do
+    bits = lambda v: lax.bitcast_convert_type(v, kind)
+    hits = list(saturated)
+    for j in range(n):
+        counts = (left > j) & (upto[-1] > 0)
+        end = bits(upto[-1]) - kind.type(1)  # the last sum is beyond every point, despite rounding
+        point = jnp.minimum(bits((u + j if j else u) * tau), end)
+        point, before = jnp.where(counts, point, kind.type(np.iinfo(kind).max)), jnp.zeros_like(counts)
+        for i, passed in enumerate([*(bits(v) > point for v in upto[:-1]), counts]):
+            hits[i], before = hits[i] | passed ^ before, passed
     return hits, tau * undo
+
+
+def _sums(a: list[jax.Array]) -> list[jax.Array]:
+    return list(itertools.accumulate(a))
 
 
 def _whole(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
@@ -260,7 +271,10 @@ def _result(g: jax.Array, hit: jax.Array, tau: jax.Array) -> jax.Array:
 
 def _value(x: jax.Array, tau: jax.Array) -> jax.Array:
     """Return sign(x) * max(|x|, tau), and NaN for NaN."""
-    return jnp.where(jnp.abs(x) < tau, jnp.where(x < 0, -tau, tau), x)
+    kind = np.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    sign = lax.bitcast_convert_type(x, kind) & kind.type(1 << 8 * kind.itemsize - 1)
+    size = lax.bitcast_convert_type(jnp.maximum(jnp.abs(x), tau), kind)
+    return lax.bitcast_convert_type(sign | size, x.dtype)
 
 
 def _as_stored(tau: jax.Array, g: jax.Array) -> jax.Array:

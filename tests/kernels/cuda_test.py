@@ -12,24 +12,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import nmjax as nm
+from experiments.bench import machine_code
 from experiments.bench.silicon import rows
 from nmjax.core import versions
-from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, activations, packing, tiles, tuning
+from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, activations, packing, tuning
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import Copy, Shape, config_refusal, family_of
-from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
+from nmjax.kernels.limits import Shape, config_refusal, family_of
+from nmjax.pruners import identity, mse, mvue, soft
 
 pytestmark = pytest.mark.sampled
 
-H200 = AbstractMesh(
-    (1,),
-    ("x",),
-    axis_types=(AxisType.Auto,),
-    abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"),
-)
 TARGETED = Target("NVIDIA H200", "hopper", 132)
 SIZE = 1024
 
@@ -48,7 +42,7 @@ def operands(of):
 
 
 def lowered(f, *shapes) -> str:
-    with jax.sharding.use_abstract_mesh(H200):
+    with jax.sharding.use_abstract_mesh(machine_code.H200):
         return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -87,33 +81,14 @@ def test_too_much_shared_memory_is_refused_before_it_is_compiled():
         lowered(*product(HopperConfig(stages=6)))
 
 
-PACKED = {f"{p} along {axis}": {"axis": axis, "pruner": p} for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)}  # fmt: skip
-PRODUCERS = {
-    **{name: (packing.compress, options) for name, options in PACKED.items()},
-    **{
-        f"{activation.__name__} and mvue": (packing.compress_activated, {"activation": activation, "pruner": mvue(2, 4)})
-        for activation in activations._DERIVATIVES
-    },
-    "both, transposable": (tiles.compress_both, {"pruner": transposable(2, 4)}),
-    "x of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
-    "g of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
-    "w of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e4m3", packed=True, pruner=soft(2, 4), axis=-2), Copy("e5m2", pruner=soft(2, 4), axis=-2))}),
-}  # fmt: skip
+PRODUCERS = machine_code.KERNELS | {
+    f"{activation.__name__} and mvue": (packing.compress_activated, {"activation": activation, "pruner": mvue(2, 4)})
+    for activation in activations._DERIVATIVES
+}
 
 
 def producer(name):
-    make, options = PRODUCERS[name]
-    origin = shape(3, dtype=jnp.int32)
-    if "both" in name:
-        extra = []
-    elif "FP8" not in name:
-        options = options | {"whole": (1, SIZE, SIZE)}
-        extra = [shape(1, 4 if "approx" in name else 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32), origin]
-    else:
-        options = options | {"whole": (1, SIZE, SIZE)}
-        extra = [shape(1, 4, dtype=jnp.uint32), shape(1, 1 + len(options["wanted"]), dtype=jnp.float32), origin]
-    h = [shape(1, SIZE, SIZE)] * ("activation" in options)
-    return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), *h, shape(1, SIZE, SIZE), *extra
+    return machine_code.program(*PRODUCERS[name])
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
@@ -143,51 +118,22 @@ PLUGIN = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("j
 PTXAS = shutil.which("ptxas") or next((str(p) for p in Path("/usr/local").glob("cuda*/bin/ptxas")), None)
 
 
-def disassembler() -> Path | None:
-    """The folder of the wheels' CUDA, with nvdisasm in it."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(p) / "cu13" for p in spec.submodule_search_locations] if spec else []
-    return next((root for root in roots if (root / "bin" / "nvdisasm").exists()), None)
-
-
-TARGET = """
-gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-device_memory_size: 151397597184 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 feature_extension:
-ACCELERATED_FEATURES } registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
-thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" platform_version:
-"Compute Capability 9.0a" model_str: "sm_9.0a" device_address_bits: 64 name: "NVIDIA H200" driver_version: "13.0.0"
-runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
-"""
-
 TARGETS = {  # by family: what the compiler is told, and the architecture that Mosaic assumes
-    "hopper": (TARGET, "(9, 0)"),
-    "blackwell": (TARGET.replace("major: 9", "major: 10").replace("9.0a", "10.0a").replace("H200", "B200"), "(10, 0)"),
+    "hopper": (machine_code.TARGET, (9, 0)),
+    "blackwell": (
+        machine_code.TARGET.replace("major: 9", "major: 10").replace("9.0a", "10.0a").replace("H200", "B200"),
+        (10, 0),
+    ),
 }
 
 COMPILE = """
-    import json, os, sys, warnings
+    import sys, warnings
+    from pathlib import Path
     warnings.simplefilter("ignore")
     sys.path.insert(0, {root!r})
-    import jax
-    import jax.experimental.mosaic.gpu
-    from jax.experimental import topologies
+    from experiments.bench import machine_code
     from tests.kernels import cuda_test
-    os.environ["MOSAIC_GPU_CUDA_ROOT"] = {cuda!r}  # which importing Mosaic has set
-    config, architecture = cuda_test.TARGETS[{family!r}]
-    jax.experimental.mosaic.gpu.utils._infer_arch = lambda: eval(architecture)  # without a device it is Hopper's
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    for name, (f, *shapes) in getattr(cuda_test, {programs!r})().items():
-        os.environ["MOSAIC_GPU_DUMP_TO"] = os.path.join({out!r}, name)
-        os.makedirs(os.environ["MOSAIC_GPU_DUMP_TO"])
-        put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=there)
-        with jax.sharding.use_abstract_mesh(cuda_test.H200):
-            lowered = jax.jit(f).trace(*jax.tree.map(put, shapes)).lower()
-        lowered.compile()
+    machine_code.dump(getattr(cuda_test, {programs!r})(), Path({out!r}), *cuda_test.TARGETS[{family!r}])
 """
 
 
@@ -217,12 +163,12 @@ CUT = """
     from jax.sharding import AxisType, Mesh, NamedSharding
     from experiments.bench import collectives, scale
     from experiments.scale import shards
+    from experiments.bench import machine_code
     from tests.experiments import runs
-    from tests.kernels import cuda_test
     words = ("configs/vit_sste.py:smoke", "--config.mesh.fsdp=4")
     made = runs.program(*words)
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))
-    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x4")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=machine_code.TARGET, topology="1x1x4")
     four = Mesh(np.array(topology.devices).reshape(1, 4, 1), shards.AXES, axis_types=(AxisType.Auto,) * 3)
     there = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(four, v.sharding.spec))
     shards.mesh = lambda config: four
@@ -242,9 +188,9 @@ PARTS = """
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
     import nmjax as nm
-    from tests.kernels import cuda_test
+    from experiments.bench import machine_code
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = {cuda!r}
-    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x4")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=machine_code.TARGET, topology="1x1x4")
     mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
     abstract = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     shape = lambda dims, *spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
@@ -265,7 +211,7 @@ PARTS = """
 def test_four_devices_multiply_their_parts(text, kernels, sums):
     """dw is summed, and in FP8 the largest values are compared. No array is gathered."""
     some = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    run = apart(PARTS, some, cuda=str(disassembler()), text=text)
+    run = apart(PARTS, some, cuda=str(machine_code.disassembler()), text=text)
     assert run.stdout.split() == [str(kernels), *["all-reduce"] * sums]
 
 
@@ -302,18 +248,24 @@ def of_silicon() -> dict:
     return {name: product_of(*made) for made, name in different.items()}
 
 
+# Instructions for each value. 35 are issued while 3.1 bytes move at 3 TB/s; FP8 kernels write two forms.
+MOST = {f"{p} along {axis}": 35 for p in (mse(2, 4), mvue(2, 4), soft(2, 4), identity) for axis in (-1, -2)}
+MOST |= {f"{operand} of S-STE in FP8": 2 * 35 for operand in "xgw"}
+
+
 @pytest.mark.processes
 @compiled
 def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
-    told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
-    run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()), family="hopper", programs="programs")
+    run = apart(COMPILE, out=str(tmp_path), family="hopper", programs="programs")
     for name in programs():
         text = without_spills(tmp_path / name)
         if name in PRODUCERS:
+            if machine_code.disassembler() and name in MOST:
+                assert machine_code.per_value(machine_code.read(tmp_path / name)) <= MOST[name], name
             continue
         assert "C75" not in run.stdout + run.stderr + text["ptxas"], f"{name}: its instructions are put in a row"
-        if disassembler():
+        if machine_code.disassembler():
             kind = "QGMMA.SP" if "FP8" in name else "HGMMA.SP"
             assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
 
@@ -345,14 +297,13 @@ def programs_of_blackwell() -> dict:
 @compiled
 @pytest.mark.skipif(not versions.stores_transposed(), reason="this jax stores no transposed results on Blackwell")
 def test_blackwell_compiles_to_sparse_instructions(tmp_path):
-    told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
     options = {"family": "blackwell", "programs": "programs_of_blackwell"}
-    apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()), **options)
+    apart(COMPILE, out=str(tmp_path), **options)
     for name in programs_of_blackwell():
         text = without_spills(tmp_path / name)
         ptx = "".join(p.read_text() for p in (tmp_path / name).glob("*.ptx"))
         assert f"tcgen05.mma.sp.cta_group::1.kind::{'f8f6f4' if 'FP8' in name else 'f16'}" in ptx
-        if disassembler():
+        if machine_code.disassembler():
             assert text["sass"].count("UTCQMMA" if "FP8" in name else "UTCHMMA") >= 4, name
 
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments.bench import cases, compiled, computed, steps
+from experiments.bench import cases, compiled, computed, machine_code, steps
 from experiments.bench.computed import Counted, counted
 from experiments.errors import Mistake
 from nmjax.kernels import tuning
@@ -139,6 +139,52 @@ def test_a_compiler_that_is_missing_is_named_in_one_sentence(monkeypatch):
     monkeypatch.setattr(compiled.topologies, "get_topology_desc", missing)
     with pytest.raises(Mistake, match=r"^counts --device a100 needs XLA's compiler for CUDA: [^.]*\.$"):
         next(computed.counts(1, device="a100"))
+
+
+def test_a_disassembler_that_is_missing_is_named_too(monkeypatch):
+    monkeypatch.setattr(machine_code, "disassembler", lambda: None)
+    with pytest.raises(Mistake, match=r"^counts --device h200 needs XLA's compiler for CUDA and nvdisasm: "):
+        next(computed.counts(1, device="h200"))
+
+
+CODE = """
+.text.nm_pack:
+   -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
+   -:-:-:Y:01        /*0010*/                   NOP
+   -:-:-:Y:01        /*0020*/              @!P0 IMAD.MOV.U32 R42, RZ, RZ, R5
+   -:-:-:Y:01        /*0030*/                   ULDC.64 UR8, c[0x0][0x210]
+   -:-:-:Y:05        /*0040*/                   EXIT
+.L_x_0:
+   -:-:-:-:00        /*0050*/                   BRA `(.L_x_0)
+   -:-:-:Y:01        /*0060*/                   NOP
+"""
+
+
+def test_instructions_of_machine_code_are_counted_up_to_its_end(tmp_path):
+    (tmp_path / "k.sass_ctrl").write_text(CODE)
+    (tmp_path / "k.ptxas").write_text(
+        "0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\nUsed 63 registers"
+    )
+    found = machine_code.read(tmp_path)
+    assert found == (4, 63, 12)
+    assert machine_code.per_value(found) == 4 / 32
+    (tmp_path / "k.sass_ctrl").write_text(CODE.replace("IMAD.MOV.U32 R42, RZ, RZ, R5", "BRA `(.L_x_0)"))
+    with pytest.raises(ValueError, match="has branches"):
+        machine_code.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_moved"),
+    [
+        ("mvue(2,4) along -2", 2 + 1 + 1 / 8),  # values, the half that is kept, and half a nibble of each
+        ("both, transposable", 2 + 2 * (1 + 1 / 8)),
+        ("x of S-STE in FP8", 2 + 1 + 1),
+        ("g of S-STE in FP8", 2 + 1 + 1 / 2 + 1 / 8),
+    ],
+)
+def test_bytes_of_kernels_that_pack(name, bytes_moved):
+    found = machine_code.moved(machine_code.program(*machine_code.KERNELS[name]))
+    assert bytes_moved <= found < bytes_moved + 1e-4  # and some bytes of keys
 
 
 @pytest.mark.parametrize("text", ["dense", "s_ste(2,4)"])
