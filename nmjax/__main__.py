@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "give hidden features and those of heads the order in which most is kept; the dense function stays the same"
     pruned.add_argument("--permute", action="store_true", help=text)
     text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"
-    pruned.add_argument("--axis", type=int, choices=(-2, -1, 0, 1), default=-1, help=text)
+    pruned.add_argument("--axis", type=int, choices=(-2, -1, 0, 1), help=text)
     text = (
         "the memory that it may take, beside the pages of the files (8GB); outputs of blocks that do not fit go to disk"
     )
@@ -287,17 +287,22 @@ def _prune(asked: argparse.Namespace) -> int:
         raise ValueError(f"--length {asked.length}: calibration needs texts of at least {texts.LENGTHS[0]} tokens.")
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
-    if asked.tensors and (asked.method != "magnitude" or asked.data):
+    if asked.tensors is None and asked.axis is not None:
+        raise ValueError("--axis is that of the groups of --tensors. For layers it is known.")
+    if asked.tensors is not None and (asked.family or asked.permute):
+        raise ValueError("--tensors takes no model: leave out --family and --permute.")
+    if asked.tensors is not None and (asked.method != "magnitude" or asked.data):
         raise ValueError("--tensors prunes by magnitude, without data: write --method magnitude.")
     if asked.permute and asked.data is None:
         raise ValueError("--permute measures the inputs of layers. Add --data FILE.")
     source, overwrite, family = _folder(asked.path), asked.overwrite, _family(asked)
     _check_target(Path(asked.out), source, overwrite)
-    if asked.tensors:
+    if asked.tensors is not None:
+        axis = -1 if asked.axis is None else asked.axis
         names = checkpoints.prune_tensors(
-            source, asked.out, asked.tensors, asked.n, asked.m, axis=asked.axis, overwrite=overwrite
+            source, asked.out, asked.tensors, asked.n, asked.m, axis=axis, overwrite=overwrite
         )
-        print(f"{asked.out}: {len(names)} tensors are {asked.n}:{asked.m} along axis {asked.axis}, by magnitude.")
+        print(f"{asked.out}: {len(names)} tensors are {asked.n}:{asked.m} along axis {axis}, by magnitude.")
         return 0
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:

@@ -80,6 +80,8 @@ def put(draft: Path, folder: Path) -> None:
 def unfinished(folder: Path) -> Iterator[Path]:
     """Open the hidden folder beside another one in which its files are made, over several calls if some are killed."""
     place = folder.resolve()
+    if place.exists() and place.stat().st_dev != place.parent.stat().st_dev:
+        raise OSError(errno.EXDEV, "a disk of its own cannot be replaced at once. Name a folder in it", str(folder))
     draft = place.parent / f".{place.name}.unfinished"
     draft.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -29,7 +29,7 @@ from flax import nnx
 
 from nmjax.checkpoints import models, tensors
 from nmjax.checkpoints.drafts import put, unfinished
-from nmjax.checkpoints.families import Kind
+from nmjax.checkpoints.families import Family, Kind
 from nmjax.checkpoints.tensors import CheckpointError, Tensors
 from nmjax.checkpoints.torch_files import SUFFIXES
 from nmjax.core import layer_paths
@@ -39,7 +39,7 @@ from nmjax.nnx.calibration import axes_in
 from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.one_shot import Solver, Steps, hardened
-from nmjax.oneshot.solvers import OF_NORMS, magnitude
+from nmjax.oneshot.solvers import OF_NORMS, largest, magnitude
 from nmjax.pruners.magnitude import mse
 from nmjax.recipes.table import Recipe
 
@@ -82,8 +82,10 @@ def prune(
     calls = [Call.of(batch) for batch in batches]
     if not calls and solver is not magnitude:
         raise ValueError("prune: there are no batches, which only magnitude does without.")
-    asked = {"recipe": str(recipe), "solver": getattr(solver, "__name__", str(solver)), "data": _digest(calls)}
-    asked |= {"order": permute}
+    if not calls and permute:
+        raise ValueError("prune: permute=True measures the inputs of layers. Pass batches.")
+    asked = {"recipe": str(recipe), "solver": _named(solver), "data": _digest(calls), "order": permute}
+    asked["family"] = _named(family)
     with _copied(source, target, asked, overwrite) as copy:
         _check_finite(source, copy.tensors)
         copy.note(copy.done)
@@ -91,6 +93,8 @@ def prune(
         if not calls:
             patterns: dict[str, Any] = {}
             nnx.eval_shape(lambda model: patterns.update(hardened(model, recipe, Call((), {}))[1]), model)
+            if not patterns:
+                raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
             for layer in layers(model):
                 if layer.path in patterns:
                     pattern, shape = patterns[layer.path], layer.kernel.shape
@@ -102,10 +106,9 @@ def prune(
                     _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
             return dict.fromkeys(patterns, (math.nan, math.nan))
         _check_dtype(source, model, given)
-        steps, moments = Steps(model, recipe, calls), solver not in OF_NORMS
-        written = [
-            path for path in given if permute or path in {steps.layers[one].kernel_path for one in steps.patterns}
-        ]
+        steps, moments = Steps(model, recipe, calls, permute=permute), solver not in OF_NORMS
+        pruned = {steps.layers[path].kernel_path for path in steps.patterns}
+        written = [path for path in given if permute or path in pruned]
         views = {path: _view(source, path, given) for path in written}
         _set_memory(steps, copy.folder, moments, memory)
         if copy.continued and copy.done < len(steps.order):  # this block may be half written
@@ -155,7 +158,12 @@ def prune_tensors(
     [[0.0, 0.0, 3.0, 4.0]]
     """
     found = models.opened(source)
-    chosen = [name for name in found if re.fullmatch(names, name)]
+    try:
+        chosen = [name for name in found if re.fullmatch(names, name)]
+    except re.error as error:
+        raise CheckpointError(f"{names!r} is not a regular expression: {error}.") from None
+    if axis not in (-2, -1, 0, 1):
+        raise CheckpointError(f"axis is one of a matrix: -2, -1, 0 or 1, got {axis}.")
     if not chosen:
         raise CheckpointError(
             f"{source}: no tensor has a name that matches {names!r}. It has {', '.join(list(found)[:8])}."
@@ -210,7 +218,10 @@ class _Copy:
                 mapped.madvise(mmap.MADV_DONTNEED)  # the system keeps the pages as long as nobody needs their memory
         self.done, note = done, self.folder / NOTE
         new = note.with_suffix(".new")
-        new.write_text(json.dumps(self.asked | {"done": done}))
+        with new.open("w") as file:
+            file.write(json.dumps(self.asked | {"done": done}))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, note)
 
 
@@ -219,10 +230,15 @@ def _copied(source: Any, target: Any, asked: dict[str, Any], overwrite: bool) ->
     """Copy a checkpoint, or open the copy that a killed process left. At the end it is put in the target's place."""
     models.check_target(target, source, overwrite)
     found, folder, before = models.opened(source), Path(target), _stamps(source)
-    asked = asked | {"source": {file.name: stamp for file, stamp in before.items()}}
+    config = [file.read_bytes() for file in Path(source).glob("config.json")]
+    about = [str(Path(source).resolve()), *([file.name, *stamp] for file, stamp in before.items())]
+    asked = asked | {"source": about, "config": hashlib.sha256(b"".join(config)).hexdigest()[:16]}
     with unfinished(folder) as draft:
         note = draft / NOTE
         left: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+        if not left:  # a call was killed while it copied
+            for one in draft.iterdir():
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
         done = left.pop("done", 0)
         if left and left != json.loads(json.dumps(asked)):
             other = next(name for name in asked if left.get(name) != asked[name])
@@ -245,8 +261,8 @@ def _copied(source: Any, target: Any, asked: dict[str, Any], overwrite: bool) ->
             if not copy.done:  # otherwise the same call goes on
                 shutil.rmtree(draft, ignore_errors=True)
             raise
-        note.unlink()
         put(draft, folder)
+        (folder / NOTE).unlink()
 
 
 def _copy(found: Tensors, draft: Path) -> None:
@@ -270,6 +286,15 @@ def _stamps(source: Any) -> dict[Path, list[int]]:
     """Return the size and the time of each file of a checkpoint."""
     about = {path: path.stat() for path in models.opened(source).files}
     return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in about.items()}
+
+
+def _named(v: Any) -> str:
+    """Return a text that identifies a function, with its arguments if it is partial, or another value."""
+    if isinstance(v, partial):
+        return f"{_named(v.func)}{v.args}{v.keywords}"
+    if isinstance(v, Family):
+        return f"{_named(v.model)} {v.table}"
+    return f"{v.__module__}.{v.__qualname__}" if callable(v) else str(v)
 
 
 def _digest(calls: list[Call]) -> str:
@@ -302,6 +327,9 @@ def _takes_dtype(make: Any) -> bool:
 
 def _check_dtype(source: Any, model: Any, given: Mapping[str, np.ndarray]) -> None:
     """Refuse a model that would compute in the dtype of a file that is not float32."""
+    double = next((path for path, v in given.items() if v.dtype == np.float64), None)
+    if double is not None:
+        raise CheckpointError(f"{source}: {double} is float64, which would be rounded to float32. Use nm.nnx.prune.")
     other = next((path for path, v in given.items() if v.dtype != np.float32), None)
     if other is not None and not _takes_dtype(type(model)):
         raise CheckpointError(
@@ -343,7 +371,12 @@ def _by_magnitude(v: np.ndarray, n: int, m: int, axis: int) -> None:
     moved = np.moveaxis(v, axis, -1)
     step = max(1, CHUNK // moved[0].size) if moved.ndim > 1 else len(moved)
     for i in range(0, len(moved), step):
-        moved[i : i + step] = np.asarray(mse(n, m)(jnp.asarray(moved[i : i + step]), -1, Ctx()))
+        part = moved[i : i + step]
+        if v.dtype == np.float64:  # which JAX would round
+            keep = largest(np.abs(part).reshape(-1, part.shape[-1]).T, n, m).T.reshape(part.shape)
+        else:
+            keep = np.asarray(mse(n, m).mask(jnp.asarray(part), -1, Ctx()))
+        part[~keep] = 0
 
 
 def _set_memory(steps: Steps, folder: Path, moments: bool, memory: float) -> None:

@@ -48,7 +48,7 @@ def magnitude(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Sol
     [False, False, True, True]
     """
     w, moments = _checked(w, moments, n, m)
-    return _solved(w, _largest(np.abs(w), n, m), moments, n, m)
+    return _solved(w, largest(np.abs(w), n, m), moments, n, m)
 
 
 def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
@@ -63,7 +63,7 @@ def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
     [True, False, False, True]
     """
     w, moments = _checked(w, moments, n, m)
-    return _solved(w, _largest(np.abs(w) * _norms(moments), n, m), moments, n, m)
+    return _solved(w, largest(np.abs(w) * _norms(moments), n, m), moments, n, m)
 
 
 def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float = 0.5) -> Solved:
@@ -83,7 +83,7 @@ def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float
     size = np.abs(w)
     tiny = np.finfo(np.float64).tiny
     shares = size / np.maximum(size.sum(0, keepdims=True), tiny) + size / np.maximum(size.sum(1, keepdims=True), tiny)
-    return _solved(w, _largest(shares * _norms(moments) ** power, n, m), moments, n, m)
+    return _solved(w, largest(shares * _norms(moments) ** power, n, m), moments, n, m)
 
 
 def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01) -> Solved:
@@ -122,7 +122,7 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
         for i in range(begin, end):
             if i % m == 0:
                 group = rest[i : i + m] / np.diag(upper)[i : i + m, None]
-                mask[i : i + m] = _largest(np.abs(group), n, m)
+                mask[i : i + m] = largest(np.abs(group), n, m)
             weight[i] = np.where(mask[i], rest[i], 0)
             errors[i - begin] = (rest[i] - weight[i]) / upper[i, i]
             rest[i:end] -= np.outer(upper[i, i:end], errors[i - begin])
@@ -167,10 +167,10 @@ def admm(
     scaled = damped / norms / norms.T
     goal, inverse = scaled @ (w * norms), np.linalg.inv(scaled + np.eye(len(w)))
     x, dual = w * norms, np.zeros_like(w)
-    mask = _largest(np.abs(x), n, m)
+    mask = largest(np.abs(x), n, m)
     for step in range(mask_steps + fixed_steps):
         if step < mask_steps:
-            mask = _largest(np.abs(x + dual), n, m)
+            mask = largest(np.abs(x + dual), n, m)
         z = np.where(mask, x + dual, 0)
         dual += x - z
         x = inverse @ (goal + z - dual)
@@ -198,7 +198,7 @@ def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.nda
     return w, moments
 
 
-def _largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
+def largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
     """Return the mask of the n largest of every m along the first axis. Of equal scores the first is kept."""
     groups = scores.reshape(-1, m, scores.shape[1])
     rank = np.argsort(np.argsort(-groups, axis=1, kind="stable"), axis=1, kind="stable")
@@ -237,5 +237,5 @@ def _solved(
     """
     w = kept if w is None else w
     weight = np.where(mask, kept, 0)
-    by_magnitude = np.where(_largest(np.abs(w), n, m), w, 0)
+    by_magnitude = np.where(largest(np.abs(w), n, m), w, 0)
     return Solved(weight, mask, relative_error(w, weight, moments), relative_error(w, by_magnitude, moments))

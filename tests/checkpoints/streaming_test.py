@@ -61,12 +61,13 @@ def files(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["wanda", "ria", "sparsegpt"])
+@pytest.mark.parametrize("permute", [False, True])
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
 @pytest.mark.slow
-def test_the_files_have_the_bits_of_the_pruned_model(name, tmp_path):
+def test_the_files_have_the_bits_of_the_pruned_model(name, permute, tmp_path):
     source, solver = llama(tmp_path / "dense"), getattr(nm.oneshot, name)
-    errors = checkpoints.prune(source, tmp_path / "streamed", RECIPE, tokens(), solver)
-    right = nm.nnx.prune(checkpoints.load(source), RECIPE, tokens(), solver)
+    errors = checkpoints.prune(source, tmp_path / "streamed", RECIPE, tokens(), solver, permute=permute)
+    right = nm.nnx.prune(checkpoints.load(source), RECIPE, tokens(), solver, permute=permute)
     checkpoints.save(tmp_path / "right", right.model, like=source)
     found, wanted = checkpoints.read(tmp_path / "streamed"), checkpoints.read(tmp_path / "right")
     assert list(found) == list(wanted)
@@ -145,7 +146,7 @@ class Items:
     def items(self): return self.found
 streaming._Copy.note = noted
 streaming.Steps.solve = lambda *args: Items(solved(*args))
-checkpoints.prune({source!r}, {target!r}, test.RECIPE, test.tokens(), nm.oneshot.sparsegpt)
+checkpoints.prune({source!r}, {target!r}, test.RECIPE, test.tokens(), nm.oneshot.sparsegpt, permute=True)
 """
 
 
@@ -281,6 +282,43 @@ def test_tensors_of_any_file(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=said):
             checkpoints.prune_tensors(tmp_path / "dense", tmp_path / "no", names, 2, 4, axis=axis)
+
+
+def test_float64_keeps_its_values(tmp_path):
+    scales = np.array([1e300, 1e-300, 1.0])[:, None]
+    w = np.random.default_rng(0).standard_normal((3, 8)) * scales
+    checkpoints.write(tmp_path / "dense.safetensors", {"w": w})
+    checkpoints.prune_tensors(tmp_path / "dense.safetensors", tmp_path / "out", "w", 2, 4)
+    found = checkpoints.read(tmp_path / "out")["w"]
+    groups = np.abs(w).reshape(3, 2, 4)
+    right = np.where(groups >= np.sort(groups)[..., 2:3], w.reshape(groups.shape), 0)
+    np.testing.assert_array_equal(found.reshape(groups.shape), right)
+    double = llama(tmp_path / "double", np.float64, depth=1)
+    with pytest.raises(CheckpointError, match="is float64, which would be rounded to float32"):
+        checkpoints.prune(double, tmp_path / "no", RECIPE, tokens(), nm.oneshot.wanda)
+
+
+def test_what_a_killed_copy_left_is_not_in_the_result(tmp_path):
+    source = llama(tmp_path / "dense", depth=1)
+    (tmp_path / ".sparse.unfinished").mkdir()
+    (tmp_path / ".sparse.unfinished/model-00001-of-00003.safetensors").write_text("of another checkpoint")
+    checkpoints.prune(source, tmp_path / "sparse", RECIPE)
+    assert {path.name for path in (tmp_path / "sparse").iterdir()} == {path.name for path in source.iterdir()}
+
+
+def test_mistakes_are_told():
+    for options, error, said in (
+        ({"permute": True}, ValueError, "permute=True measures the inputs of layers. Pass batches"),
+        ({"solver": nm.oneshot.ria}, ValueError, "there are no batches, which only magnitude does without"),
+    ):
+        with pytest.raises(error, match=said):
+            checkpoints.prune(GOLDEN / "bert", "no", RECIPE, **options)
+    with pytest.raises(ValueError, match="the recipe prunes no weight to n:m"):
+        checkpoints.prune(GOLDEN / "bert", "no", nm.Recipe({".*": "dense"}))
+    for names, axis, said in (("(", -1, "is not a regular expression"), (".*", 5, "-2, -1, 0 or 1, got 5")):
+        with pytest.raises(CheckpointError, match=said):
+            checkpoints.prune_tensors(GOLDEN / "bert", "no", names, 2, 4, axis=axis)
+    assert not Path("no").exists()
 
 
 def test_large_arrays_are_pruned_in_parts(monkeypatch):
