@@ -322,7 +322,6 @@ def _prune(asked: argparse.Namespace) -> int:
             "calibration.",
             stacklevel=1,
         )
-    print(f"{len(sizes)} weight matrices, {told}.", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         if few:  # it was told
             warnings.filterwarnings("ignore", "prune: the calibration data has fewer rows")
