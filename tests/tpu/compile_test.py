@@ -25,7 +25,6 @@ from experiments.bench.tpu import TOPOLOGIES, Shape, counted, mesh_of, pruned, t
 from experiments.scale import shards
 from experiments.training import tasks
 from experiments.training.program import Program
-from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 PRUNERS = [
     "mse(2,4)", "mse(1,2)", "mse(8,16)", "mvue(2,4)", "mvue(1,4)", "mvue_approx(2,4)", "soft(2,4)", "uniform(2,4)",
@@ -139,9 +138,11 @@ def test_the_step_of_a_run_prunes_by_kernels_on_every_device(config_file, monkey
     config = command.read(["launch.py", f"--config=configs/{config_file}.py:smoke"]).config
 
     def compiled():
-        m = Program(config, tasks.task(config))
+        with jax.numpy_dtype_promotion("standard"):
+            m = Program(config, tasks.task(config))
         place = lambda v: Shape(np.shape(v), np.asarray(v).dtype, sharding=shards.whole(mesh))
-        program = m.train.lower(m.shapes, jax.tree.map(place, m.task.arrays())).compile()
+        with jax.numpy_dtype_promotion("standard"):  # as launch.py has it
+            program = m.train.lower(m.shapes, jax.tree.map(place, m.task.arrays())).compile()
         text, moved = program.as_text(), program.cost_analysis()["bytes accessed"]
         return m, text.count('custom_call_target="tpu_custom_call"'), moved, text
 

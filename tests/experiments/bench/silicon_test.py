@@ -602,6 +602,7 @@ def test_killed_at_ten_moments_with_rows_in_processes_it_comes_to_its_end(tmp_pa
     assert len((tmp_path / "began").read_text().splitlines()) <= len(rows.ROWS) + 10 * most
 
 
+@pytest.mark.rare  # it takes an hour
 @pytest.mark.slow
 @pytest.mark.processes
 def test_in_the_interpreter_all_rows_are_right(tmp_path):
