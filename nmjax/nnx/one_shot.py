@@ -279,7 +279,7 @@ def _blocks(
         warnings.warn(
             "prune: the whole model is called for each block, which takes longer, because its blocks cannot be called "
             f"on their own: {found.reason}",
-            stacklevel=3,
+            stacklevel=4,
         )
         return None, "Pruning"
     return None, f"Pruning, with the whole model for each block, because {found.reason}"

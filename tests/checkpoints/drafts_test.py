@@ -1,8 +1,10 @@
 """Writing that is killed anywhere. A process of its own dies at each renaming, and while it writes."""
 
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -186,7 +188,11 @@ def test_a_folder_whose_parent_may_not_be_listed(tmp_path, monkeypatch):
     assert (tmp_path / "out/a.txt").read_text() == "a"
 
 
-COMMANDS = """
+PAIR = ("config.json", "model.safetensors")
+COMMANDS = f"""
+PAIR = {PAIR}
+"""
+COMMANDS += """
 import hashlib, json, os, sys
 from pathlib import Path
 from nmjax.__main__ import main
@@ -212,8 +218,7 @@ for argv, left in json.loads(sys.argv[1]):
     folder = Path(argv[-1])
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     beside = sorted(path.name for path in folder.parent.iterdir())
-    pair = ("config.json", "model.safetensors")
-    files = [hashlib.sha256((folder / name).read_bytes()).hexdigest() if name in names else None for name in pair]
+    files = [hashlib.sha256((folder / name).read_bytes()).hexdigest() if name in names else None for name in PAIR]
     found.append((status, names, beside, files))
 print(json.dumps(found))
 """
@@ -221,25 +226,26 @@ print(json.dumps(found))
 
 @pytest.mark.processes
 def test_a_command_that_is_killed_can_be_given_again(tmp_path):
-    """Into no folder, and over another model: at each of the renamings, of the folder and of its three files."""
+    """Into no folder, and over another model: at the renaming of the folder, of its first file and of its last one."""
     golden = ROOT / "tests/checkpoints/golden"
-    prune = lambda kind, folder, *more: [
-        "prune", str(golden / kind), "--method", "magnitude", *more, "--out", str(tmp_path / folder / "out"),
+    prune = lambda folder, *more: [
+        "prune", str(golden / "bert"), "--method", "magnitude", *more, "--out", str(tmp_path / folder / "out"),
     ]  # fmt: skip
-    plan = [(prune("bert", "new"), 0), (prune("bert", "new"), 9)]
-    for k in range(4):
-        plan.append((prune("bert-classifier", f"old-{k}"), 9))
-        plan += [(prune("bert", f"old-{k}", "--overwrite"), k), (prune("bert", f"old-{k}", "--overwrite"), 9)]
+    notes, files = 3, 4  # how often the note of an unfinished copy is renamed; that note is the first of the files
+    kills = {"folder": notes, "first": notes + 1, "last": notes + files}
+    plan = [(prune("new"), notes), (prune("new"), 99)]
+    for name, renamings in kills.items():
+        shutil.copytree(golden / "bert-classifier", tmp_path / name / "out", ignore=shutil.ignore_patterns("expected"))
+        plan += [(prune(name, "--overwrite"), renamings), (prune(name, "--overwrite"), 99)]
     argv = [sys.executable, "-c", COMMANDS, json.dumps(plan)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    new, *others = json.loads(done.stdout)
-    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    new, right, *others = json.loads(done.stdout)
     assert (new[0], new[1], new[3]) == (9, [], [None, None])
-    right, *others = others
-    assert (right[0], right[1], right[2]) == (0, names, ["out"])
-    for k in range(4):
-        old, killed, again = others[3 * k : 3 * k + 3]
-        assert (old[0], killed[0]) == (0, 9)
-        assert killed[3] == old[3] if k == 0 else killed[3][0] is None
+    assert (right[0], right[1]) == (0, ["config.json", "model.safetensors", "tokenizer.json"])
+    old = [hashlib.sha256((golden / "bert-classifier" / name).read_bytes()).hexdigest() for name in PAIR]
+    for name, killed, again in zip(kills, others[::2], others[1::2], strict=True):
+        assert killed[0] == 9
+        assert killed[3] == old if name == "folder" else killed[3][0] is None
+        assert (killed[3][1] == right[3][1]) == (name == "last")
         assert again == right

@@ -42,7 +42,7 @@ def test_a_table_is_read_back_and_followed():
     assert tuning.chosen(SHAPE, H200) == (CONFIG, 1.31)
     assert tuning.chosen(Shape(4096, 6144, 4096, n_major=True), H200) == (CONFIG, 1.31)  # near enough
     assert tuning.chosen(Shape(256, 256, 256), H200)[1] is None
-    assert tuning.gain(SHAPE, H200, True) == pytest.approx(1.31)
+    assert tuning.times(SHAPE, H200, True).gain == pytest.approx(1.31)
 
 
 def test_a_new_row_replaces_that_of_the_same_product():
@@ -74,10 +74,10 @@ def test_the_users_own_rows_come_first():
 
 def test_a_choice_follows_a_table_that_is_written_after_it():
     assert tuning.chosen(SHAPE, H200).speed is None
-    assert tuning.gain(SHAPE, H200, True) != 1.31
+    assert tuning.times(SHAPE, H200, True).gain != 1.31
     measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, CONFIG, 1.31)])
     assert tuning.chosen(SHAPE, H200) == (CONFIG, 1.31)
-    assert tuning.gain(SHAPE, H200, True) == pytest.approx(1.31)
+    assert tuning.times(SHAPE, H200, True).gain == pytest.approx(1.31)
 
 
 def test_a_plan_follows_a_table_that_is_written_after_it():

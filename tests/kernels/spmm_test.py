@@ -370,13 +370,13 @@ def test_the_first_candidate_is_large():
 @pytest.mark.usefixtures("any_version")
 def test_gains():
     """They grow with what shares the packing. Without measured tiles, there are none but on Hopper."""
-    gains = [tuning.gain(Shape(4096, n, 4096), H200) for n in (1024, 4096, 16384, 65536)]
+    gains = [tuning.times(Shape(4096, n, 4096), H200).gain for n in (1024, 4096, 16384, 65536)]
     assert gains == sorted(gains)
     assert gains[0] < 1 < gains[-1]
     shape = Shape(4096, 4096, 4096)
-    assert tuning.gain(shape, H200, packed_before=True) > tuning.gain(shape, H200)
-    assert tuning.gain(Shape(8190, 8192, 8192), H200) == 0
-    assert {tuning.gain(Shape(8192, 8192, 8192), DEVICES[name]) for name in ("ampere", "blackwell")} == {0}
+    assert tuning.times(shape, H200, packed_before=True).gain > tuning.times(shape, H200).gain
+    assert tuning.times(Shape(8190, 8192, 8192), H200) is None
+    assert {tuning.times(Shape(8192, 8192, 8192), DEVICES[name]) for name in ("ampere", "blackwell")} == {None}
 
 
 @pytest.mark.usefixtures("any_version")
