@@ -38,16 +38,16 @@ def expected() -> Iterator[Table]:
         "What to expect",
         f"Products alone, on an {DEVICE}, for a method in the linear layers of blocks: how many times as fast as the "
         f"dense step a step would be if its packed products ran at {speeds} times the dense speed. Packing counts "
-        f"{PACKING} bytes a value. Pruning by XLA, which emulated products need, counts {PRUNING:.0f}. Dense products "
-        f"are assumed to run at {EFFICIENCY['dense']} of the peak, and arrays to be read and written at "
-        f"{memory(DEVICE) / 1e12:.2f} TB/s. "
+        f"{PACKING} bytes a value; its time is relative to the dense step. Pruning by XLA, which emulated products "
+        f"need, counts {PRUNING:.0f}. Dense products are assumed to run at {EFFICIENCY['dense']} of the peak, and "
+        f"arrays to be read and written at {memory(DEVICE) / 1e12:.2f} TB/s. "
         "Other parts of a step, which take the same time in both, make the gain smaller. Computed, not measured.",
-        ["", "FLOPs in packed products", "emulated", *(f"at {speed}" for speed in SPEEDS)], rows,
+        ["", "FLOPs in packed products", "time to pack", "emulated", *(f"at {speed}" for speed in SPEEDS)], rows,
     )  # fmt: skip
 
 
 def gain(model: nnx.Module, example: Any, text: str) -> list[Any]:
-    """Return the row of a method: the share of packed products, and the gain if they are emulated and at `SPEEDS`."""
+    """Return the row of a method: packed products, packing, and the gain if they are emulated and at `SPEEDS`."""
     with nm.kernels.on(DEVICE):
         plan = nm.nnx.plan(model, recipe(text, "pallas"), example)  # "auto" would look at the user's own tiles
     packed, values = 0, 0.0
@@ -61,7 +61,7 @@ def gain(model: nnx.Module, example: Any, text: str) -> list[Any]:
     rate = EFFICIENCY["dense"] * (peak_flops(DEVICE, "bfloat16") or 0)
     dense, packing, pruning = plan.training[0] / rate, *(values * each / memory(DEVICE) for each in (PACKING, PRUNING))
     at = lambda speed: dense / (dense - packed / rate * (1 - 1 / speed) + packing)
-    return [f"{packed / plan.training[0]:.2f}", dense / (dense + pruning), *map(at, SPEEDS)]
+    return [f"{packed / plan.training[0]:.2f}", packing / dense, dense / (dense + pruning), *map(at, SPEEDS)]
 
 
 class Counted(NamedTuple):

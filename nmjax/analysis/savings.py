@@ -1,5 +1,6 @@
 """The time and memory that a plan expects a step to save on this device."""
 
+import math
 import time
 from collections.abc import Iterable
 from functools import lru_cache
@@ -31,15 +32,22 @@ def seconds_of(cost: int | None, runs: Runs, speed: float | None) -> float | Non
 
 
 def of_time(layers: Iterable[tuple[int | None, Runs]], why: str, speed: float | None) -> str:
-    """Return the time that the compacted products of some layers save, as text. It is empty if it is not known.
+    """Return the time that compacted or packed products of some layers are expected to save, as text.
+
+    It is empty if it is not known.
 
     Args:
       layers: For each layer the dense FLOPs of one product, and the routes of all.
       why: The reason of the routes that count.
       speed: What `speed_of` returned.
     """
-    compacted = lambda route: route.how == "compacted" and route.why == why
-    costs = [(cost or 0, route.share) for cost, runs in layers for _, route in runs if compacted(route)]
+    routes = [(cost or 0, route) for cost, runs in layers for _, route in runs if route.why == why]
+    calls = [(cost / math.prod(r.packed_shape.sides), r.times) for cost, r in routes if r.times is not None]
+    if dense := sum(count * times.dense for count, times in calls):
+        packing = sum(count * times.packing for count, times in calls) / dense
+        left = packing + sum(count * times.packed for count, times in calls) / dense
+        return f"; expected at {left:.2f} of the dense time, {packing:.2f} to pack"
+    costs = [(cost, route.share) for cost, route in routes if route.how == "compacted"]
     dense, left = sum(cost for cost, _ in costs), sum(cost * share for cost, share in costs)
     if speed is None or not dense:
         return ""

@@ -15,7 +15,7 @@ EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # the share of these bounds that a 
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # bytes per second of a large copy; for other devices that of the H200
 REACHED = 0.6  # the share of it that pruning and packing reach: on an H100 0.44 for mvue, 0.63 to 0.69 for mse
 PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read, and written packed; read, and written
-_CLOCK = 1.83e9 * 132  # cycles per second of all multiprocessors
+_CLOCK, _CORES = 1.83e9, 132  # cycles per second of a multiprocessor, and the number of them, of an H100 or H200
 _LAUNCH = 4000  # cycles of one kernel more: assumed
 _LATENCY = 1000  # cycles from the last product of a tile to the first of the next, apart from storing it: assumed
 
@@ -25,9 +25,14 @@ def memory(kind: str) -> float:
     return REACHED * next((rate for name, rate in BANDWIDTH.items() if name in kind), BANDWIDTH["H200"])
 
 
+def seconds(cycles: float) -> float:
+    """Return the seconds that so many cycles take."""
+    return cycles / _CLOCK
+
+
 def _memory(target: Target) -> float:
     """Return the bytes of a multiprocessor in a cycle."""
-    return memory(target.kind) / _CLOCK
+    return memory(target.kind) / (_CLOCK * _CORES)
 
 
 def splits(shape: Shape, tile: int, target: Target) -> tuple[int, ...]:

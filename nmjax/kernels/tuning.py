@@ -59,10 +59,31 @@ def _distance(a: Shape, b: Shape) -> float:
 # ---- the expected gain ----
 
 
-def gain(shape: Shape, target: Target, packed_before: bool = False, saves_pruning: bool = False) -> float:
-    """Return how many times faster the packed product is expected to be.
+class Times(NamedTuple):
+    """The expected seconds of a product on sparse tensor cores, and of what it takes the place of.
 
-    The speed is the measured one if there is one, else an estimate. The gain is 0 if no tiles fit, or if there is
+    Attributes:
+      dense: The dense product.
+      pruning: What XLA would prune for it, if a kernel prunes now.
+      packed: The packed product.
+      packing: The packing of its operand.
+    """
+
+    dense: float
+    pruning: float
+    packed: float
+    packing: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster the packed product is expected to be."""
+        return (self.dense + self.pruning) / (self.packed + self.packing)
+
+
+def times(shape: Shape, target: Target, packed_before: bool = False, saves_pruning: bool = False) -> Times | None:
+    """Return what a packed product is expected to take.
+
+    The speed is the measured one if there is one, else an estimate. There is none if no tiles fit, or if there is
     neither a measured speed nor an estimate, as on Ampere and Blackwell.
 
     Args:
@@ -74,11 +95,11 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
     """
     tiling = chosen(shape, target)
     if tiling is None:
-        return 0.0
+        return None
     speed = tiling.speed or FAMILIES[target.family].speed(shape, tiling.config, target)
     if speed is None:
-        return 0.0
+        return None
     dense, values = cycles.dense(shape, target), cycles.packing(shape, target)
     pruning = cycles.PRUNING * values if saves_pruning else 0
     packing = 0 if packed_before else cycles.PACKING * values
-    return (dense + pruning) / (dense / speed + packing)
+    return Times(*(cycles.seconds(count) for count in (dense, pruning, dense / speed, packing)))

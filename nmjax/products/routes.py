@@ -46,6 +46,7 @@ class Route(NamedTuple):
       shape: The product of one device, if it is packed: its key in the tables of tiles.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
       share: The expected time of a compacted product, as a share of the time of the dense product.
+      times: What a packed product is expected to take; None if it is not known.
 
     >>> route = Route("emulated", "cpu has no sparse tensor cores")
     >>> route.how, route.uses_forms
@@ -58,6 +59,7 @@ class Route(NamedTuple):
     shape: Shape | None = None
     formats: tuple[tuple[str, str], ...] = ()
     share: float = 1.0
+    times: tuning.Times | None = None
 
     @property
     def packed_shape(self) -> Shape:
@@ -249,7 +251,9 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
         route = _packed(product, operand, case, layout, formats, case.device)
         if isinstance(route, Refusal):
             refusals.append(route)
-        elif case.backend == "auto" and _gain(route, case.device, before, slots[operand]) <= 1:
+            continue
+        route = route._replace(times=_times(route, case.device, before, slots[operand]))
+        if case.backend == "auto" and _gain(route) <= 1:
             slow.append(route)
         elif broken := product_fault(case.device, route.packed_shape, slots[operand].core or identity):
             refusals.append(broken)
@@ -262,7 +266,7 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
         refusals.append(refusal)
     if refusals:
         return Route("emulated", refusals[0].reason)
-    return Route("emulated", _too_slow(slow[0], case.device, before, slots[slow[0].operand]))
+    return Route("emulated", _too_slow(slow[0], case.device))
 
 
 def _chosen(sparsity: Sparsity, product: str) -> dict[str, tuple[Slot, rows]]:
@@ -411,16 +415,25 @@ def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None
     return next(filter(None, (limits.copies_refusal(layout.sides(o)) for o in OPERANDS[product])), None)
 
 
-def _gain(route: Route, device: Target, before: bool, slot: Slot) -> float:
-    """Return how many times as fast as an emulated product a packed one is expected to be.
+def _times(route: Route, device: Target, before: bool, slot: Slot) -> tuning.Times | None:
+    """Return what a packed product is expected to take.
 
     The pruning of x and w counts for neither, because another product may need the pruned operand too."""
+    if device.interpret:
+        return None
     free = bool(route.formats) or (before and route.operand == "w")  # an FP8 form has less to write than a dense one
     fused = route.operand == "g" and slot.core is not None and limits.fuses(slot.core)
-    return tuning.gain(route.packed_shape, device, packed_before=free, saves_pruning=fused)
+    return tuning.times(route.packed_shape, device, packed_before=free, saves_pruning=fused)
 
 
-def _too_slow(route: Route, device: Target, before: bool, slot: Slot) -> str:
+def _gain(route: Route) -> float:
+    """Return how many times as fast as an emulated product a packed one is expected to be; 0 if it is not known."""
+    return 0.0 if route.times is None else route.times.gain
+
+
+def _too_slow(route: Route, device: Target) -> str:
     m, n, k = route.packed_shape.sides
-    gain = _gain(route, device, before, slot)
-    return f"packed, with M, N, K = {m}, {n}, {k}, it is expected at {gain:.2f} of the emulated speed on {device.kind}"
+    return (
+        f"packed, with M, N, K = {m}, {n}, {k}, it is expected at {_gain(route):.2f} of the emulated speed on "
+        f"{device.kind}"
+    )

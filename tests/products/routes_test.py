@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import nmjax as nm
+from nmjax.analysis import savings
 from nmjax.analysis.refusals import Use
 from nmjax.analysis.savings import kept_of
 from nmjax.core import versions
@@ -532,8 +533,21 @@ def test_a_plan_tells_what_is_packed():
         there = nm.nnx.plan(model, tokens)
     text = " ".join(str(there).split())
     assert there.runs["packed"] >= 4
-    assert "Packed y of blocks/0-1/mlp/(down|up): w by hopper's kernels" in text
+    assert "Packed y of blocks/0-1/mlp/(down|up): w by hopper's kernels; expected at " in text
     assert nm.nnx.plan(model).runs == {}  # which only a call tells
+
+
+def test_a_plan_adds_up_what_packed_products_are_expected_to_take():
+    """Of three layers in a stack, and of one of another shape."""
+    with on():
+        stack, one = (choices("s_ste()", (8192, sizes[0]), sizes)["dw"] for sizes in ((768, 3072), (4096, 4096)))
+    dense, packed, packing = (
+        3 * getattr(stack.times, name) + getattr(one.times, name) for name in ("dense", "packed", "packing")
+    )
+    assert 0 < packing < packed < dense
+    flops = 3 * 2 * 8192 * 768 * 3072, 2 * 8192 * 4096 * 4096
+    said = savings.of_time([(flops[0], [("dw", stack)]), (flops[1], [("dw", one)])], stack.why, None)
+    assert said == f"; expected at {(packed + packing) / dense:.2f} of the dense time, {packing / dense:.2f} to pack"
 
 
 # ---- what is not to be packed, or not so ----
