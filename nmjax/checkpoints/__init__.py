@@ -14,8 +14,8 @@ A `Table` says which tensor is which parameter of a model. It works in both dire
 """
 
 from nmjax.checkpoints.families import Family as Family
-from nmjax.checkpoints.gemma import convert_gguf as convert_gguf
 from nmjax.checkpoints.gguf import Gguf as Gguf
+from nmjax.checkpoints.gguf_models import convert_gguf as convert_gguf
 from nmjax.checkpoints.models import (
     architecture as architecture,
     load as load,

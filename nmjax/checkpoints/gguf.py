@@ -55,6 +55,11 @@ def _nibbles(packed: np.ndarray, run: int) -> np.ndarray:
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(packed), -1)
 
 
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    """Return scale * q + least, with 4 bits."""
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16).astype(np.float32) + _half(blocks, 2)
+
+
 def _q8_0(blocks: np.ndarray) -> np.ndarray:
     """Return scale * q, with 8 bits."""
     return _half(blocks, 0) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
@@ -90,6 +95,7 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
 CODINGS = {
     0: Coding("F32", 1, 4, _as("<f4")),
     1: Coding("F16", 1, 2, _as("<f2")),
+    3: Coding("Q4_1", 32, 20, _q4_1),
     6: Coding("Q5_0", 32, 22, _q5_0),
     8: Coding("Q8_0", 32, 34, _q8_0),
     12: Coding("Q4_K", 256, 144, _q4_k),

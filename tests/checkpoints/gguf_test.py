@@ -12,7 +12,7 @@ import pytest
 
 from nmjax import checkpoints
 from nmjax.__main__ import main
-from nmjax.checkpoints import gemma
+from nmjax.checkpoints import gguf_models
 from nmjax.checkpoints.gguf import CODINGS, Gguf
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,7 +46,7 @@ def write(path, fields, tensors, version=3):
     return path
 
 
-@pytest.mark.parametrize("coding", ["Q5_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("coding", ["Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"])
 def test_blocks_are_decoded_as_llama_cpp_does(tmp_path, coding):
     golden = np.load(GOLDEN / "gguf.npz")
     blocks, decoded = golden[coding], golden[f"{coding} decoded"]
@@ -122,9 +122,9 @@ def small_gemma(path, **changes):
     config = json.loads((GOLDEN / "gemma3/config.json").read_text())
     tensors = checkpoints.read(GOLDEN / "gemma3")
     made = {}
-    for theirs, (ours, more) in gemma.NAMES.items():
+    for theirs, ours in gguf_models.GEMMA.items():
         for n in range(config["num_hidden_layers"]) if "{n}" in theirs else (0,):
-            v = np.asarray(tensors[ours.replace("{n}", str(n))], np.float32) + np.float32(more)
+            v = np.asarray(tensors[ours.replace("{n}", str(n))], np.float32) + np.float32("norm" in theirs)
             made[theirs.replace("{n}", str(n))] = ("F32", v.shape, v.tobytes())
     words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", "a", "b", "ab", "▁ab", *(f"w{i}" for i in range(31))]
     fields = {
@@ -176,6 +176,76 @@ def test_scaled_positions_of_gemma_are_in_the_config(tmp_path):
     checkpoints.load(tmp_path / "scaled")
 
 
+# ---- SmolLM2, a Llama ----
+
+
+def small_llama(path, **changes):
+    """Write the small Llama of the golden checkpoints as llama.cpp writes it: halves of a head alternate in q and k."""
+    config = json.loads((GOLDEN / "llama/config.json").read_text())
+    tensors = checkpoints.read(GOLDEN / "llama")
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    made = {}
+    for theirs, ours in gguf_models.LLAMA.items():
+        for n in range(config["num_hidden_layers"]) if "{n}" in theirs else (0,):
+            if ours.replace("{n}", str(n)) not in tensors:  # a tied head
+                continue
+            v = np.asarray(tensors[ours.replace("{n}", str(n))], np.float32)
+            if count := next((count for name, count in heads.items() if f"{name}.weight" in theirs), None):
+                half = len(v) // count // 2
+                v = np.stack(
+                    [
+                        v[head * 2 * half + side * half + i]
+                        for head in range(count)
+                        for i in range(half)
+                        for side in (0, 1)
+                    ]
+                )
+            made[theirs.replace("{n}", str(n))] = ("F32", v.shape, v.tobytes())
+    words = ["<s>", "</s>", *(chr(33 + i) for i in range(16)), "a", "b", "ab", "Ġ", "Ġab"]
+    words += [f"w{i}" for i in range(config["vocab_size"] - len(words))]
+    fields = {
+        "general.architecture": "llama", "llama.context_length": config["max_position_embeddings"],
+        "llama.embedding_length": config["hidden_size"], "llama.block_count": config["num_hidden_layers"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.attention.key_length": config["head_dim"],
+        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "llama.rope.freq_base": 5e5,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(words) - 2)], "tokenizer.ggml.merges": ["a b", "Ġ ab"],
+        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1,
+    }  # fmt: skip
+    return write(path, fields | changes, made)
+
+
+def test_smollm2_is_converted(tmp_path):
+    """Every tensor is that of the checkpoint. Digits are tokens of their own."""
+    from tokenizers import Tokenizer
+
+    assert main(["convert", str(small_llama(tmp_path / "g.gguf")), "--to", str(tmp_path / "out")]) == 0
+    there, made = checkpoints.read(GOLDEN / "llama"), checkpoints.read(tmp_path / "out")
+    assert set(made) == set(there)
+    for name in made:
+        np.testing.assert_array_equal(made[name], np.asarray(there[name], np.float32))
+    words = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    assert words.encode("ab ab").tokens == ["ab", "Ġab"]
+    assert words.encode("00").tokens == ["0", "0"]
+    assert words.decode(words.encode("ab ab").ids) == "ab ab"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "the tokenizer is ('gpt2', 'llama-bpe'), and only ('gpt2', 'smollm')"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is set"),
+        ({"llama.expert_count": 8}, "llama.expert_count is set"),
+    ],
+)
+def test_other_llamas_are_refused(changes, said, tmp_path, capsys):
+    assert main(["convert", str(small_llama(tmp_path / "g.gguf", **changes)), "--to", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+
+
 REFUSED = {
     "the checkpoint does not fit the model: missing: model.layers.": {"gemma3.block_count": 9},
     "unexpected: model.layers.": {"gemma3.block_count": 1},
@@ -188,7 +258,7 @@ REFUSED = {
         "tokenizer.ggml.tokens": [*(f"w{i}" for i in range(39)), "w" * 4_000_000]
     },
     "or types that are not whole numbers": {"tokenizer.ggml.token_type": ["1"] * 40},
-    "the architecture is 'llama', and only 'gemma3'": {"general.architecture": "llama"},
+    "the architecture is 'phi3', and only 'gemma3' and 'llama'": {"general.architecture": "phi3"},
     "gemma3.block_count is missing, or is not a whole number": {"gemma3.block_count": "two"},
     "the tokenizer is not that of Gemma 3": {"tokenizer.ggml.scores": [0.0]},
     "gemma3.rope.scaling.type is 'yarn'. Only 'linear' is supported": {"gemma3.rope.scaling.type": "yarn"},
@@ -254,11 +324,11 @@ def test_a_package_of_several_models_is_refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("cut", [0, 100])
 def test_parts_that_cannot_be_converted_leave_nothing(cut, tmp_path, monkeypatch, capsys):
     """Neither if the whole file is damaged, nor if it has another model. A folder that was there stays empty."""
-    whole = small_gemma(tmp_path / "g.gguf", **{"general.architecture": "llama"}).read_bytes()
+    whole = small_gemma(tmp_path / "g.gguf", **{"general.architecture": "phi3"}).read_bytes()
     install_parts(whole[: len(whole) - cut], tmp_path / "site", monkeypatch)
     before = sorted(tmp_path.iterdir())
     assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "deep/out")]) == 2
-    assert ("is cut short" if cut else "the architecture is 'llama'") in capsys.readouterr().err
+    assert ("is cut short" if cut else "the architecture is 'phi3'") in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
     (tmp_path / "out").mkdir()
     assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 2

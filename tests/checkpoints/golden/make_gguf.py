@@ -9,7 +9,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-SCALES = {"Q5_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # the places of the float16 in a block
+SCALES = {
+    "Q5_0": (0,),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+}  # the places of the float16 in a block
 
 found = {}
 random = np.random.default_rng(0)
