@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
@@ -53,6 +54,18 @@ collect_ignore_glob = ["docs/_build/*", "docs/notebooks/*", "docs/*.py", "experi
 
 def pytest_addoption(parser):
     parser.addoption("--shard", help="I/N: run every N-th test from the I-th on, to split the tests over N machines")
+    parser.addoption("--minutes", type=float, help="begin no test after so many minutes: it is skipped, and counted")
+
+
+BEGAN = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip what a slow machine has no time for."""
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of --minutes were over")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -370,7 +370,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n == "resnet_24")) for n in FORMS])
 @pytest.mark.slow
 def test_a_step_side_by_side_is_that_of_each_alone(name):
     made = made_of(f"configs/{name}.py:smoke", *(f"--config.{change}" for change in FORMS[name]))

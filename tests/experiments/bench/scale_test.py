@@ -76,6 +76,7 @@ ENTRY %main (x: f32[2,4]) -> f32[8,4] {
 
 
 @pytest.mark.processes
+@pytest.mark.rare
 def test_all_tables(tmp_path, monkeypatch):
     """One device in a process of its own, and the four of this process. Restarts are faked."""
     apart = scale.apart

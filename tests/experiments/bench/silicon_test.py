@@ -365,7 +365,7 @@ def test_a_step_is_timed_beside_the_dense_ones(monkeypatch):
     ), said
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_tiles_are_searched_for_every_product_that_a_step_packs():
     searched = set(rows.searches().values())
     with nm.kernels.on("NVIDIA H100 80GB HBM3"):

@@ -33,7 +33,7 @@ def uncut(*changes):
     return steps(made(1, 1, *changes), 2)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name != "both")) for name in MESHES])
 @pytest.mark.slow
 def test_a_cut_run_is_the_whole_one_to_rounding(name):
     stacked = ["--config.model.scan=true", "--config.accumulate=2"] if name == "both" else []
