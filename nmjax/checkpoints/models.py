@@ -27,8 +27,7 @@ from nmjax.checkpoints.tensors import (
     write_into,
 )
 from nmjax.checkpoints.torch_files import SUFFIXES
-from nmjax.nnx.variables import SparsityState
-from nmjax.pruners import identity
+from nmjax.nnx.variables import unhardened
 
 TEXTS = (".json", ".txt", ".md", ".model", ".jinja", ".yaml")  # also of tokenizers
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -258,12 +257,6 @@ def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
             f"{folder}: the folder has files already: {', '.join(held[:5])}. Name an empty folder, or ask for "
             "their replacement: --overwrite, or overwrite=True in Python."
         )
-
-
-def unhardened(model: Any) -> str | None:
-    """Return the path of a product that still prunes its weight, or None. A hardened model may prune activations."""
-    sparse = lambda v: isinstance(v, SparsityState) and v.sparsity.y_w != identity
-    return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 
 def write_all(folder: Path, contents: Mapping[str, bytes | Path | tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:

@@ -219,3 +219,9 @@ def write(variable: nnx.Variable[jax.Array], value: jax.Array) -> None:
         if jax.typeof(value).sharding != sharding and not sharding.mesh.empty:
             value = jax.sharding.reshard(value, sharding)
     variable.set_value(value)
+
+
+def unhardened(model: Any) -> str | None:
+    """Return the path of a product that still prunes its weight, or None. A hardened model may prune activations."""
+    sparse = lambda v: isinstance(v, SparsityState) and v.sparsity.y_w != identity
+    return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
