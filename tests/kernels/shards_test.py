@@ -102,7 +102,7 @@ def test_in_fp8_the_scale_is_that_of_the_whole_array():
         calls.Copy("e5m2", turned=True),
     )
     one, four = (
-        jax.jit(lambda x, target=target: calls.copies(x, forms, keys=(3, 4), target=target))
+        jax.jit(lambda x, target=target: calls.copies(x, forms, keys=[(3, 4), (5, 6)], target=target))
         for target in (Target("interpreter", "hopper", 2, True), FOUR)
     )
     with jax.set_mesh(mesh):

@@ -239,15 +239,17 @@ def _along(p: nm.Pruner, axis: int, device: Target) -> _Ways:
 
 
 def _along_both(device: Target) -> _Ways:
-    p = transposable(2, 4)
-    return _Ways(lambda x: calls.compress_both(x, p, target=device), lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)))
+    wanted = tuple(Copy(None, packed=True, pruner=transposable(2, 4), axis=axis) for axis in (-2, -1))
+    return _Ways(
+        lambda x: calls.copies(x, wanted, target=device), lambda x: [calls.copy_by_xla(x, copy) for copy in wanted]
+    )
 
 
 def _in_fp8(device: Target) -> _Ways:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
     return _Ways(
-        lambda x: [form for form, _ in calls.copies(x, wanted, keys=KEYS, target=device)],
+        lambda x: [form for form, _ in calls.copies(x, wanted, keys=[KEYS] * len(wanted), target=device)],
         lambda x: [calls.copy_by_xla(x[0], one, *KEYS)[0] for one in wanted],
     )
 
