@@ -186,14 +186,12 @@ def _copies(
     first = [start // 4 + block * _TILES for start, block in ((origin[1], i), (origin[2], j))]
     tiles = [first[d] + iota((_TILES, _TILES), d, _TILED, emulated) for d in range(2)]
     index, share = origin[0] + b, whole[0] // factors.shape[0]
-    factor = lambda n: factors[index // share, n]
-    beta = factor(0)  # once: a compiler does not merge readings
+    beta, *scales = (factors[index // share, n] for n in range(1 + count))  # once: a compiler merges no readings
     of_tiles = {p: p.kernel_form.tile for p in (copy.pruner for copy in wanted)}
     masked = {p: prune(tile) for p, prune in of_tiles.items() if prune is not None}  # once for all forms
     for n, copy in enumerate(wanted):
-        scales = beta, None if copy.format is None else factor(1 + n)
-        given = partial(_group, masked.get(copy.pruner, tile), copy, words[n], scales, whole, (index, share, *tiles))
-        groups, there = (given(line) for line in FOUR), (b, j, i) if copy.turns else at
+        of = masked.get(copy.pruner, tile), copy, words[n], beta, scales[n], whole, (index, share, *tiles)
+        groups, there = (_group(*of, line) for line in FOUR), (b, j, i) if copy.turns else at
         if not copy.packed:
             _write_lines(copy, _words_of_bytes(copy, list(groups)), next(outputs), there, emulated)
             continue
@@ -232,8 +230,8 @@ def _write16(copy: Copy, kept: list[Any], output: Ref, at: Place, emulated: bool
 
 
 def _group(
-    tile: Lines, copy: Copy, words: Ref, scales: tuple[Any, Any], whole: tuple[int, ...], at: tuple[Any, ...],
-    line: int,
+    tile: Lines, copy: Copy, words: Ref, beta: jax.Array, scale: jax.Array, whole: tuple[int, ...],
+    at: tuple[Any, ...], line: int,
 ) -> list[jax.Array]:  # fmt: skip
     """Prune one line of the tile's members, a group of four. In FP8, round them and return their bytes.
 
@@ -241,7 +239,8 @@ def _group(
       tile: The 16 members of the tiles, by row and column. A pruner of tiles has pruned them.
       copy: The form that is wanted.
       words: Its scrambled keys.
-      scales: The scale of `soft`, and that of the form.
+      beta: The scale of `soft`.
+      scale: The scale of the form.
       whole: As in `copies`.
       at: The array's index in the whole batch, the number of arrays that share a key, and the row and column of each
         tile in the whole array, in tiles.
@@ -249,7 +248,7 @@ def _group(
     """
     down = copy.axis == -2
     x = [tile[i][line] for i in FOUR] if down else tile[line]
-    (index, share, row, column), (beta, scale) = at, scales
+    index, share, row, column = at
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
     groups = (whole[1] // 4, whole[2]) if down else (whole[1], whole[2] // 4)
     numbers, last = (index, share, groups, row, column), words.shape[1] - 2
