@@ -169,7 +169,7 @@ def counts() -> Iterator[Table]:
         codes = {name: read(Path(folder, name)) for name in programs}
     rows = {}
     for name, code in codes.items():
-        each, forms = moved(programs[name]), len(KERNELS[name][1].get("wanted", ())) or 1 + name.startswith("both")
+        each, forms = moved(programs[name]), len(KERNELS[name][1].get("wanted", ())) or 1
         room = LANES / 3e12 * each
         rows[name] = [
             per_value(code),
