@@ -170,10 +170,9 @@ def _form_of(copy: Copy, arrays: list[jax.Array], x: jax.Array) -> jax.Array | P
     if copy.format is None:
         shape = (batch, rows // 2, columns) if copy.turns else (batch, rows, columns // 2)
         return Packed(unpaired(arrays[0], x.dtype).reshape(shape), as_words16(arrays[1]), copy.axis, 2, 4, "words16")
-    values, *places = arrays
-    values = lax.bitcast_convert_type(values, float8.FORMATS[copy.format])
+    values = lax.bitcast_convert_type(arrays[0], float8.FORMATS[copy.format])
     values = values.reshape(batch, columns if copy.turns else rows, -1)
-    return Packed(values, *places, -1, 2, 4, "words8") if copy.packed else values
+    return Packed(values, arrays[1], -1, 2, 4, "words8") if copy.packed else values
 
 
 def _copies(
