@@ -238,10 +238,11 @@ def _along(p: nm.Pruner, axis: int, device: Target) -> _Ways:
     )
 
 
-def _along_both(device: Target) -> _Ways:
-    wanted = tuple(Copy(None, packed=True, pruner=transposable(2, 4), axis=axis) for axis in (-2, -1))
+def _along_both(p: nm.Pruner, device: Target) -> _Ways:
+    wanted = tuple(Copy(None, packed=True, pruner=p, axis=axis) for axis in (-2, -1))
     return _Ways(
-        lambda x: calls.copies(x, wanted, target=device), lambda x: [calls.copy_by_xla(x, copy) for copy in wanted]
+        lambda x: calls.copies(x, wanted, keys=[(key, None) for key in KEYS], target=device),
+        lambda x: [calls.copy_by_xla(x, *given) for given in zip(wanted, KEYS, strict=True)],
     )
 
 
@@ -419,7 +420,8 @@ ROWS: dict[str, Row] = {
             (f": {mse(2, 4)} along axis -1", partial(_along, mse(2, 4), -1), PACKING),
             (f": {mse(2, 4)} along axis -2", partial(_along, mse(2, 4), -2), PACKING),
             (f": {mvue(2, 4)} along axis -2", partial(_along, mvue(2, 4), -2), PACKING),
-            (" along both axes", _along_both, TILES),
+            (" along both axes", partial(_along_both, transposable(2, 4)), TILES),
+            (f": {mvue(2, 4)} along both axes", partial(_along_both, mvue(2, 4)), TILES),
             (" in FP8", _in_fp8, TILES),
         )
     },
