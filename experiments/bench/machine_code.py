@@ -51,6 +51,7 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(?!NOP\b)[A-Z]")
 Program = tuple[Any, ...]
 """A function, and the shapes of its arguments."""
 
+_wide = lambda pruner, axis: Copy(None, packed=True, pruner=pruner, axis=axis)
 _DRAWN = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
 _SHRUNK = Copy("e4m3", packed=True, pruner=soft(2, 4), axis=-2), Copy("e5m2", pruner=soft(2, 4), axis=-2)
 KERNELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -59,7 +60,15 @@ KERNELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         for pruner in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity)
         for axis in (-1, -2)
     },
-    "both, transposable": (tiles.compress_both, {"pruner": transposable(2, 4)}),
+    **{
+        f"{p} along {axis}, {q} along {-3 - axis}": (tiles.copies, {"wanted": (_wide(p, axis), _wide(q, -3 - axis))})
+        for p, axis, q in (
+            (transposable(2, 4), -2, transposable(2, 4)),
+            (mse(2, 4), -2, mse(2, 4)),
+            (soft(2, 4), -2, mse(2, 4)),
+            (mvue(2, 4), -1, mvue(2, 4)),
+        )
+    },
     "x of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
     "g of S-STE in FP8": (tiles.copies, {"wanted": (Copy("e5m2"), _DRAWN)}),
     "w of S-STE in FP8": (tiles.copies, {"wanted": _SHRUNK}),
@@ -83,14 +92,12 @@ class Code(NamedTuple):
 def program(make: Callable[..., Any], options: Mapping[str, Any]) -> Program:
     """Return a kernel that packs, as a function of arrays, and their shapes."""
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype)
-    x, extra = shape(jnp.bfloat16, 1, SIDE, SIDE), []
-    if make is not tiles.compress_both:
-        options, forms = {**options, "whole": (1, SIDE, SIDE)}, len(options.get("wanted", ()))
-        words = 4 if forms or options.get("pruner") == mvue_approx(2, 4) else 2
-        extra = [shape(jnp.uint32, 1, words), shape(jnp.float32, *((1, 1 + forms) if forms else (1,)))]
-        extra.append(shape(jnp.int32, 3))
-    h = [x] * ("activation" in options)
-    return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), *h, x, *extra
+    x, wanted = shape(jnp.bfloat16, 1, SIDE, SIDE), options.get("wanted", ())
+    words = [4] * len(wanted) or [4 if options["pruner"] == mvue_approx(2, 4) else 2]
+    scales = (1, 1 + len(wanted)) if wanted else (1,)
+    scalars = [*(shape(jnp.uint32, 1, n) for n in words), shape(jnp.float32, *scales), shape(jnp.int32, 3)]
+    h, options = [x] * ("activation" in options), {**options, "whole": (1, SIDE, SIDE)}
+    return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), *h, x, *scalars
 
 
 def disassembler() -> Path | None:
@@ -162,7 +169,7 @@ def counts() -> Iterator[Table]:
         codes = {name: read(Path(folder, name)) for name in programs}
     rows = {}
     for name, code in codes.items():
-        each, forms = moved(programs[name]), len(KERNELS[name][1].get("wanted", ())) or 1 + name.startswith("both")
+        each, forms = moved(programs[name]), len(KERNELS[name][1].get("wanted", ())) or 1
         room = LANES / 3e12 * each
         rows[name] = [
             per_value(code),

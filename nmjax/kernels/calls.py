@@ -137,6 +137,9 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
 
 # ---- packed and FP8 forms ----
 
+Form = Packed | tuple[jax.Array | Packed, jax.Array]
+"""A packed array of 16-bit values; or an FP8 array, packed or not, with the factor that undoes its scale."""
+
 
 def compress(
     x: Float[Array, "*batch r c"], axis: int = -1, pruner: Pruner = identity, *, key: Any = None, state: Any = None,
@@ -200,56 +203,37 @@ def _compression_activated(activation: Activation, pruner: Pruner, target: Targe
     return mapped(call)
 
 
-def compress_both(
-    x: Float[Array, "*batch r c"], pruner: Pruner = identity, *, target: Target
-) -> tuple[Packed, Packed]:  # fmt: skip
-    """Pack 16-bit values along the last axis, and along the one before it, in one pass.
-
-    Args:
-      x: The array. Its last two axes divide by 64.
-      pruner: A pruner of tiles, as `transposable`. With `identity` the array is 2:4 along both axes already.
-      target: The device.
-    """
-    across, down = _compression_both(pruner, target)(_flat(x))
-    return _unflat(across, x.shape[:-2]), _unflat(down, x.shape[:-2])
-
-
-@lru_cache
-def _compression_both(pruner: Pruner, target: Target) -> Callable[..., tuple[Packed, Packed]]:
-    both = partial(_kernels().tiles.compress_both, pruner=pruner, interpret=target.interpret)
-    outputs = ("bij", "bijw", "bij", "bjiw")
-    return mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
-
-
 def copies(
-    x: Float[Array, "*batch r c"], wanted: tuple[Copy, ...], *, keys: Sequence[Any] | None = None, state: Any = None,
-    target: Target,
-) -> list[tuple[jax.Array | Packed, jax.Array]]:  # fmt: skip
-    """Make FP8 forms of 16-bit values, in one pass.
+    x: Float[Array, "*batch r c"], wanted: tuple[Copy, ...], *, keys: Sequence[tuple[Any, Any]] = (),
+    state: Any = None, target: Target,
+) -> list[Form]:  # fmt: skip
+    """Make forms of 16-bit values, in one pass.
 
     Args:
-      x: The array, with sides that `nmjax.kernels.limits.copies_refusal` allows.
+      x: The array. Its last two axes divide by 64, or as `nmjax.kernels.limits.copies_refusal` says.
       wanted: The forms.
-      keys: Two keys: one for the pruners, one for random rounding.
+      keys: For each form the key of its pruner's draws, and that of random rounding.
       state: The pruners' state.
       target: The device.
-
-    Returns:
-      Each form, with the factor that undoes its scale.
     """
-    prune, rounding = keys or (None, None)
-    pruner = next((copy.pruner for copy in wanted if copy.pruner.facts.stochastic), identity)
-    words = jnp.concatenate([words_of_key(prune, pruner), words_of_key(rounding)])
-    forms = _copying(tuple(wanted), target)(_flat(x), words[None], _scale(state))
-    return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
+    keys = keys or [(None, None)] * len(wanted)
+    words = [
+        jnp.concatenate([words_of_key(prune, copy.pruner), words_of_key(rounding)])[None]
+        for copy, (prune, rounding) in zip(wanted, keys, strict=True)
+    ]
+    forms = _copying(tuple(wanted), target)(_flat(x), _scale(state), *words)
+    unflat = partial(_unflat, batch=x.shape[:-2])
+    return [unflat(form) if undo is None else (unflat(form), undo[0]) for form, undo in forms]
 
 
 def copy_by_xla(
     x: Float[Array, "*batch r c"], copy: Copy, key: Any = None, rounding: Any = None, state: Any = None
-) -> tuple[jax.Array | Packed, jax.Array]:  # fmt: skip
-    """Make one FP8 form by XLA: the definition of what `copies` makes. ``key, rounding`` are the keys of `copies`."""
+) -> Form:  # fmt: skip
+    """Make one form by XLA: the definition of what `copies` makes. ``key, rounding`` are its keys in `copies`."""
     ctx = Ctx(None if key is None else random.words(key), 0, state)
     pruned = copy.pruner(x, copy.axis, ctx)
+    if copy.format is None:
+        return pack(pruned, copy.axis, order="words16")
     scale = float8.scale(
         float8.largest(x) * copy.pruner.kernel_form.growth(1.0 if state is None else state), copy.format
     )
@@ -262,14 +246,20 @@ def copy_by_xla(
 
 
 @lru_cache
-def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tuple[Any, jax.Array]]]:
+def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tuple[Any, jax.Array | None]]]:
     copies = partial(_kernels().tiles.copies, wanted=wanted, interpret=target.interpret)
-    outputs = [form for copy in wanted for form in ["bji" if copy.turns else "bij"] * (1 + copy.packed)]
+    outputs: list[str] = []
+    for copy in wanted:
+        cut = "bji" if copy.turns else "bij"
+        outputs += ["bij", cut + "w"] if copy.format is None else [cut] * (1 + copy.packed)
+    in_fp8 = any(copy.format is not None for copy in wanted)
+    block = (COPY_ROWS, COPY_COLUMNS) if in_fp8 else (64, 64)
 
-    def call(x: jax.Array, words: jax.Array, beta: jax.Array) -> list[tuple[Any, jax.Array]]:
-        factors, block = _kernels().tiles.factors_of(x, beta, wanted), (COPY_ROWS, COPY_COLUMNS)
-        forms = _in_parts(partial(copies, whole=x.shape), x, (words, factors), block, outputs, target)
-        return list(zip(forms, (1 / factors[:, 1:]).T, strict=True))
+    def call(x: jax.Array, beta: jax.Array, *words: jax.Array) -> list[tuple[Any, jax.Array | None]]:
+        factors = _kernels().tiles.factors_of(x, beta, wanted)
+        forms = _in_parts(partial(copies, whole=x.shape), x, (*words, factors), block, outputs, target)
+        undo = [None if copy.format is None else 1 / factors[:, 1 + n] for n, copy in enumerate(wanted)]
+        return list(zip(forms, undo, strict=True))
 
     return mapped(call)
 

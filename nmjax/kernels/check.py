@@ -237,8 +237,13 @@ def _packs_activated(target: Target) -> bool:
 
 
 def _packs_both(target: Target) -> bool:
-    x, p = _normal(256, 512), transposable(2, 4)
-    return _same(calls.compress_both(x, p, target=target), (pack(p(x), -1), pack(p(x), -2)))
+    x = _normal(256, 512)
+    for p in (transposable(2, 4), mvue(2, 4)):
+        wanted = tuple(Copy(None, packed=True, pruner=p, axis=axis) for axis in (-1, -2))
+        made = calls.copies(x, wanted, keys=[(3, None), (4, None)], target=target)
+        if not _same(made, [calls.copy_by_xla(x, copy, key) for copy, key in zip(wanted, (3, 4), strict=True)]):
+            return False
+    return True
 
 
 def _same(a: object, b: object) -> bool:
@@ -263,7 +268,7 @@ def _packs_in_fp8(target: Target) -> bool:
         Copy("e5m2", turned=True, packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"),
         Copy("e5m2", turned=True),
     )
-    made = calls.copies(x, wanted, keys=(3, 4), target=target)
+    made = calls.copies(x, wanted, keys=[(3, 4)] * len(wanted), target=target)
     return _same(made, [calls.copy_by_xla(x, copy, 3, 4) for copy in wanted])
 
 

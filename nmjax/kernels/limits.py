@@ -100,9 +100,9 @@ def family_of(config: Config) -> Family:
 
 
 class Copy(NamedTuple):
-    """One FP8 form of a tensor ``[R, C]``."""
+    """One form of a tensor ``[R, C]``: packed in 16 bits, or in FP8, packed or not."""
 
-    format: str
+    format: str | None  # of FP8; None for 16 bits
     turned: bool = False  # as [C, R]; has no effect on packed forms
     packed: bool = False
     pruner: Pruner = identity
@@ -111,7 +111,7 @@ class Copy(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """True if the form is ``[C, R]``. The last axis of a packed form is that of its groups, so ``axis`` decides."""
+        """True if the form is ``[C, R]``; in 16 bits its words. If it is packed, the axis of its groups decides."""
         return self.axis == -2 if self.packed else self.turned
 
 

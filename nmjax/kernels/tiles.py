@@ -27,9 +27,8 @@ from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fa, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, UInt
 
-from nmjax.core.pruner import Pruner
 from nmjax.kernels.batches import result
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import Copy
@@ -120,125 +119,90 @@ _PAIRED = _layout(_ROWS, _COLUMNS, each=2)
 # ---- the kernels ----
 
 
-def compress_both(
-    x: Float[Array, "batch r c"], pruner: Pruner = identity, *, interpret: bool = False
-) -> tuple[Packed, Packed]:  # fmt: skip
-    """Pack arrays along their last axis, and along the one before it.
-
-    Args:
-      x: 16-bit values, with sides that divide by 64.
-      pruner: A pruner of 4 x 4 tiles, as `transposable`. With `identity` the arrays are 2:4 along both axes already.
-      interpret: True to run on a CPU.
-    """
-    batch, rows, columns = x.shape
-    i, j = rows // BLOCK, columns // BLOCK
-    like = lambda *shape: result(shape, jnp.uint32, x)
-    outputs = (
-        like(batch, rows // 4, 4, columns // 4),
-        like(batch, i, j, 32, 4),
-        like(batch, rows // 4, 2, columns // 2),
-        like(batch, j, i, 32, 4),
-    )
-    body = partial(_both, pruner=pruner, dtype=x.dtype, emulated=interpret)
-    values, places, values_down, places_down = call(body, outputs, (batch, i, j), (_seen(x),), interpret)
-    form = lambda values, places, shape, axis: Packed(
-        unpaired(values, x.dtype).reshape(shape), as_words16(places), axis, 2, 4, "words16"
-    )
-    across = form(values, places, (batch, rows, columns // 2), -1)
-    return across, form(values_down, places_down, (batch, rows // 2, columns), -2)
-
-
-def _both(
-    at: Place, seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner,
-    dtype: jnp.dtype, emulated: bool,
-) -> None:  # fmt: skip
-    """Prune and pack tiles: four groups along axis -1, and four along axis -2."""
-    b, i, j = at
-    rows, columns, put = pl.ds(i * _TILES, _TILES), pl.ds(j * _TILES, _TILES), partial(store, emulated=emulated)
-    tile = _members(at, seen, dtype, emulated)
-    prune = pruner.kernel_form.tile
-    tile = tile if prune is None else prune(tile)  # `identity` has none
-    packed = partial(two_of_four, crowded=crowded(pruner, dtype))
-    across, down = [packed(line) for line in tile], [packed([line[c] for line in tile]) for c in FOUR]
-    for line, (first, second, _) in enumerate(across):
-        put(values.at[b, rows, line, columns], together(first, second))
-    for slot in range(2):
-        words = [together(down[c][slot], down[c + 1][slot]) for c in (0, 2)]
-        put(values_down.at[b, rows, slot, pl.ds(j * (BLOCK // 2), BLOCK // 2)], _joined(words, emulated))
-    put(places.at[b, i, j], _gathered([nibble for *_, nibble in across], _ACROSS16, emulated))
-    put(places_down.at[b, j, i], _gathered([nibble for *_, nibble in down], _DOWN16, emulated))
-
-
 def copies(
-    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], factors: Float[Array, "s f"], origin: Int[Array, "3"], *,
-    wanted: tuple[Copy, ...], whole: tuple[int, int, int], interpret: bool = False,
+    x: Float[Array, "batch r c"], *scalars: jax.Array, wanted: tuple[Copy, ...], whole: tuple[int, int, int],
+    interpret: bool = False,
 ) -> list[jax.Array | Packed]:  # fmt: skip
-    """Make FP8 forms of arrays.
+    """Make forms of arrays.
 
     Args:
-      x: 16-bit values. R divides by 128 and C by 64.
-      words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves
-        arrays i * batch/S to (i + 1) * batch/S - 1 of the whole batch, which also share one scale.
-      factors: What `factors_of` returns.
-      origin: Where x begins in the whole array: [batch, row, column]. Zeros if x is the whole one.
+      x: 16-bit values, with sides that divide by 64. R divides by 128 if a form is in FP8.
+      *scalars: For each form its scrambled keys ``[S, n]``: two words for each random number of its pruner, and two for
+        its rounding. Row i serves arrays i * batch/S to (i + 1) * batch/S - 1 of the whole batch, which also share
+        scales. Then what `factors_of` returns, and where x begins in the whole array: [batch, row, column].
       wanted: The forms.
       whole: The shape of the whole array, which numbers the groups for the noise.
       interpret: True to run on a CPU.
     """
     batch, rows, columns = x.shape
-    like = lambda dtype, *shape: result((batch, *shape), dtype, x, words, factors)
-    outputs: list[jax.ShapeDtypeStruct] = []
-    for copy in wanted:
-        outer, inner = (columns, rows) if copy.turns else (rows, columns)
-        outputs.append(like(jnp.uint16 if copy.packed else jnp.uint32, outer // 4, 4, inner // 4))
-        outputs += [like(jnp.uint32, outer, inner // 32)] * copy.packed
+    grid = batch, rows // BLOCK, columns // BLOCK
+    written = [v for copy in wanted for v in _outputs(copy, rows, columns)]
+    outputs = [result((batch, *v.shape), v.dtype, x, *scalars[:-1]) for v in written]
     body = partial(_copies, wanted=wanted, whole=whole, dtype=x.dtype, emulated=interpret)
-    grid = (batch, rows // BLOCK, columns // BLOCK)
-    made = iter(call(body, outputs, grid, (words, factors, origin, _seen(x)), interpret))
-    lines = lambda v: v.reshape(batch, -1, v.shape[-1])
-    return [_form_of(copy, [lines(next(made)) for _ in range(1 + copy.packed)]) for copy in wanted]
+    made = iter(call(body, outputs, grid, (*scalars, _seen(x)), interpret))
+    return [_form_of(copy, [next(made) for _ in range(1 + copy.packed)], x) for copy in wanted]
 
 
 def factors_of(
     x: Float[Array, "batch r c"], beta: Float[Array, " s"], wanted: tuple[Copy, ...]
 ) -> Float[Array, "s f"]:  # fmt: skip
     """Return a scale of `soft`, and then a scale of each form, for each of the S parts of a batch."""
-    largest = jax.vmap(float8.largest)(x.reshape(len(beta), -1, *x.shape[1:]))
-    scales = [float8.scale(largest * copy.pruner.kernel_form.growth(beta), copy.format) for copy in wanted]
-    return jnp.stack([beta, *scales], 1)
+    largest = jax.vmap(float8.largest)(x.reshape(len(beta), -1, *x.shape[1:]))  # XLA leaves it out if no form needs it
+    bounds = [largest * copy.pruner.kernel_form.growth(beta) for copy in wanted]
+    scale = lambda copy, bound: jnp.ones_like(beta) if copy.format is None else float8.scale(bound, copy.format)
+    return jnp.stack([beta, *map(scale, wanted, bounds)], 1)
 
 
-def _form_of(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
-    """Return a copy, given the arrays of words that the kernel wrote: their bits are viewed as FP8 values."""
-    dtype = float8.FORMATS[copy.format]
-    flat = lambda v: lax.bitcast_convert_type(v, dtype).reshape(*v.shape[:-1], -1)
-    if not copy.packed:
-        return flat(arrays[0])
-    return Packed(flat(arrays[0]), arrays[1], -1, 2, 4, "words8")
+def _outputs(copy: Copy, rows: int, columns: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the arrays of words that the kernel writes for a form of ``[rows, columns]`` values."""
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    outer, inner = (columns, rows) if copy.turns else (rows, columns)
+    if copy.format is not None:
+        places = [like(jnp.uint32, outer, inner // 32)] * copy.packed
+        return [like(jnp.uint16 if copy.packed else jnp.uint32, outer // 4, 4, inner // 4), *places]
+    places = like(jnp.uint32, outer // BLOCK, inner // BLOCK, 32, 4)
+    return [like(jnp.uint32, rows // 4, *((2, columns // 2) if copy.turns else (4, columns // 4))), places]
+
+
+def _form_of(copy: Copy, arrays: list[jax.Array], x: jax.Array) -> jax.Array | Packed:
+    """Return a form of ``x``, given the arrays of words that the kernel wrote."""
+    batch, rows, columns = x.shape
+    if copy.format is None:
+        shape = (batch, rows // 2, columns) if copy.turns else (batch, rows, columns // 2)
+        return Packed(unpaired(arrays[0], x.dtype).reshape(shape), as_words16(arrays[1]), copy.axis, 2, 4, "words16")
+    values = lax.bitcast_convert_type(arrays[0], float8.FORMATS[copy.format])
+    values = values.reshape(batch, columns if copy.turns else rows, -1)
+    return Packed(values, arrays[1], -1, 2, 4, "words8") if copy.packed else values
 
 
 def _copies(
-    at: Place, words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
-    whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
+    at: Place, *refs: Ref, wanted: tuple[Copy, ...], whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool
 ) -> None:  # fmt: skip
     """Write the blocks of all forms."""
-    b, i, j = at
-    tile, refs = _members(at, seen, dtype, emulated), iter(outputs)
+    (b, i, j), count = at, len(wanted)
+    words, (factors, origin, seen), outputs = refs[:count], refs[count : count + 3], iter(refs[count + 3 :])
+    tile = _members(at, seen, dtype, emulated)
     first = [start // 4 + block * _TILES for start, block in ((origin[1], i), (origin[2], j))]
     tiles = [first[d] + iota((_TILES, _TILES), d, _TILED, emulated) for d in range(2)]
-    index = origin[0] + b
-    row = index // (whole[0] // words.shape[0])
-    beta, *scales = (factors[row, n] for n in range(1 + len(wanted)))  # once: a compiler does not merge readings
-    for copy, scale in zip(wanted, scales, strict=True):
-        groups = [_rounded(tile, copy, line, words, beta, scale, whole, (index, *tiles)) for line in FOUR]
-        there = (b, j, i) if copy.turns else at
+    index, share = origin[0] + b, whole[0] // factors.shape[0]
+    beta, *scales = (factors[index // share, n] for n in range(1 + count))  # once: a compiler merges no readings
+    of_tiles = {p: p.kernel_form.tile for p in (copy.pruner for copy in wanted)}
+    masked = {p: prune(tile) for p, prune in of_tiles.items() if prune is not None}  # once for all forms
+    for n, copy in enumerate(wanted):
+        of = masked.get(copy.pruner, tile), copy, words[n], beta, scales[n], whole, (index, share, *tiles)
+        groups, there = (_group(*of, line) for line in FOUR), (b, j, i) if copy.turns else at
         if not copy.packed:
-            _write_lines(copy, _words_of_bytes(copy, groups), next(refs), there, emulated)
+            _write_lines(copy, _words_of_bytes(copy, list(groups)), next(outputs), there, emulated)
             continue
-        kept = [_kept_bytes(copy, group) for group in groups]
-        _write_lines(copy, [both for both, _ in kept], next(refs), there, emulated)
-        places = _gathered([nibble for _, nibble in kept], _DOWN8 if copy.turns else _ACROSS8, emulated)
-        store(next(refs).at[b, pl.ds(there[1] * BLOCK, BLOCK), pl.ds(there[2] * 2, 2)], places, emulated)
+        kept, values, places = [_kept(copy, group, dtype) for group in groups], next(outputs), next(outputs)
+        nibbles = [nibble for *_, nibble in kept]
+        if copy.format is not None:
+            _write_lines(copy, [first | second << np.uint32(8) for first, second, _ in kept], values, there, emulated)
+            of_words, into = (pl.ds(there[1] * BLOCK, BLOCK), pl.ds(there[2] * 2, 2)), (_ACROSS8, _DOWN8)
+        else:
+            _write16(copy, kept, values, at, emulated)
+            of_words, into = there[1:], (_ACROSS16, _DOWN16)
+        store(places.at[b, *of_words], _gathered(nibbles, into[copy.turns], emulated), emulated)
 
 
 def _write_lines(
@@ -252,40 +216,59 @@ def _write_lines(
         store(block, word.astype(output.dtype), emulated)
 
 
-def _rounded(
-    tile: Lines, copy: Copy, line: int, words: Ref, beta: jax.Array, scale: jax.Array, whole: tuple[int, ...],
-    at: tuple[jax.Array, ...],
-) -> list[UInt[Array, "r c"]]:  # fmt: skip
-    """Prune and round one line of the tile's members, a group of four, and return their bytes.
+def _write16(copy: Copy, kept: list[Any], output: Ref, at: Place, emulated: bool) -> None:
+    """Write the two kept values of each group to the block ``at`` of a 16-bit form."""
+    if not copy.turns:
+        _write_lines(copy, [together(first, second) for first, second, _ in kept], output, at, emulated)
+        return
+    b, i, j = at
+    for slot in range(2):
+        words = [together(kept[c][slot], kept[c + 1][slot]) for c in (0, 2)]
+        block = output.at[b, pl.ds(i * _TILES, _TILES), slot, pl.ds(j * (BLOCK // 2), BLOCK // 2)]
+        store(block, _joined(words, emulated), emulated)
+
+
+def _group(
+    tile: Lines, copy: Copy, words: Ref, beta: jax.Array, scale: jax.Array, whole: tuple[int, ...],
+    at: tuple[Any, ...], line: int,
+) -> list[jax.Array]:  # fmt: skip
+    """Prune one line of the tile's members, a group of four. In FP8, round them and return their bytes.
 
     Args:
-      tile: The 16 members of the tiles, by row and column.
+      tile: The 16 members of the tiles, by row and column. A pruner of tiles has pruned them.
       copy: The form that is wanted.
-      line: A row of the tiles if the axis of the form is -1, and a column if it is -2.
-      words, whole: As in `copies`.
+      words: Its scrambled keys.
       beta: The scale of `soft`.
       scale: The scale of the form.
-      at: The array's index in the whole batch, and the row and column of each tile in the whole array, in tiles.
+      whole: As in `copies`.
+      at: The array's index in the whole batch, the number of arrays that share a key, and the row and column of each
+        tile in the whole array, in tiles.
+      line: A row of the tiles if the axis of the groups is -1, and a column if it is -2.
     """
     down = copy.axis == -2
     x = [tile[i][line] for i in FOUR] if down else tile[line]
-    (index, row, column), share = at, whole[0] // words.shape[0]
+    index, share, row, column = at
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
     groups = (whole[1] // 4, whole[2]) if down else (whole[1], whole[2] // 4)
     numbers, last = (index, share, groups, row, column), words.shape[1] - 2
     u = uniforms(words, last, *numbers) if copy.pruner.facts.stochastic else None
+    prune, dtype = copy.pruner.kernel_form.members, x[0].dtype
+    x = x if prune is None else prune(x, u, beta)  # `identity` has none, and pruners of tiles
+    if copy.format is None:
+        return x
     r = uniform(words, *numbers, last) if copy.rounding == "random" else None
-    prune = copy.pruner.kernel_form.members
-    x = x if prune is None else [v.astype(x[0].dtype) for v in prune(x, u, beta)]  # `identity` has none
-    byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
+    wide = lambda v: v.astype(dtype).astype(jnp.float32)
+    byte = lambda v: lax.bitcast_convert_type(float8.cast(wide(v) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 
 
-def _kept_bytes(copy: Copy, group: list[UInt[Array, "r c"]]) -> tuple[UInt[Array, "r c"], UInt[Array, "r c"]]:
-    """Return the two kept bytes of each group, with the first in the low byte, and the group's nibble."""
-    crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
-    first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
-    return first | second << np.uint32(8), nibble
+def _kept(copy: Copy, group: list[jax.Array], dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, UInt[Array, "r c"]]:
+    """Return the two kept values of each group, in FP8 as bytes, and the group's nibble."""
+    if copy.format is None:
+        first, second, nibble = two_of_four(group, crowded=crowded(copy.pruner, dtype))
+        return first.astype(dtype), second.astype(dtype), nibble
+    spoilt = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
+    return two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], spoilt)
 
 
 def _words_of_bytes(copy: Copy, groups: Lines) -> list[UInt[Array, "r c"]]:

@@ -35,6 +35,7 @@ from nmjax.nnx.delivery import (
     set_step as set_step,
     sparsify as sparsify,
 )
+from nmjax.nnx.factors import LowRank as LowRank, changed as changed, low_rank as low_rank
 from nmjax.nnx.hardening import (
     harden as harden,
     masks as masks,
@@ -42,7 +43,6 @@ from nmjax.nnx.hardening import (
     scales as scales,
     violations as violations,
 )
-from nmjax.nnx.factors import LowRank as LowRank, changed as changed, low_rank as low_rank
 from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as weights
 from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed

@@ -16,6 +16,7 @@ from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls, limits
 from nmjax.kernels.activations import Activation
+from nmjax.kernels.calls import Form
 from nmjax.kernels.check import ACTIVATED, BOTH, fault
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Copy
@@ -26,9 +27,6 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 FORWARD_SLOT = {"x": "y_x", "w": "y_w"}
-
-Form = Packed | tuple[jax.Array | Packed, jax.Array]
-"""A packed array of 16-bit values; or an FP8 array, packed or not, with its inverse scale."""
 
 
 class FormKey(NamedTuple):
@@ -117,9 +115,7 @@ def make_forms(
     products = [product for product in products if product not in forms]
     fused = _fuses(routes, sparsity, operand.name, products)
     wants = [_form_request(routes, sparsity, product, operand, ctx, prune, fused) for product in products]
-    forms |= _in_16_bits(routes, operand.name, [want for want in wants if want.format is None])
-    forms |= _in_fp8(routes, operand.name, [want for want in wants if want.format is not None])
-    return forms
+    return forms | _made(routes, operand.name, wants)
 
 
 def _takes(routes: Routes, product: str, operand: str) -> bool:
@@ -237,21 +233,27 @@ def _axis(routes: Routes, operand: str, axis: str) -> int:
     return routes.layout.matrix(operand).axes.index(axis) - 2
 
 
-def _in_16_bits(routes: Routes, operand: str, wants: Sequence[FormRequest]) -> dict[str, Form]:
-    if _one_mask(wants) and fault(routes.device, (BOTH,)) is None:
-        array = matrix(routes, operand, wants[0].source.array)
-        with _scope(operand, wants):
-            both = calls.compress_both(array, wants[0].source.pruner, target=routes.device)
-        by_axis = {form.axis: form for form in both}
-        return {want.product: by_axis[_axis(routes, operand, CONTRACTED[want.product])] for want in wants}
-    forms: dict[str, Form] = {}
+def _made(routes: Routes, operand: str, wants: Sequence[FormRequest]) -> dict[str, Form]:
+    """Return forms, in FP8 contiguous along the contracted axis. Those that `_read_together` allows share a pass."""
+    passes: list[list[FormRequest]] = []
     for want in wants:
-        source, axis = want.source, _axis(routes, operand, CONTRACTED[want.product])
-        array = matrix(routes, operand, source.array)
-        with _scope(operand, [want]):
-            forms[want.product] = calls.compress(
-                array, axis, source.pruner, key=source.key, state=source.state, target=routes.device
-            )
+        own = next((one for one in passes if _read_together(routes, one[0], want)), None)
+        if own is None:
+            passes.append([want])
+        else:
+            own.append(want)
+    forms: dict[str, Form] = {}
+    for own in passes:
+        copies, sources = tuple(_copy(routes, operand, want) for want in own), [want.source for want in own]
+        array, keys = matrix(routes, operand, sources[0].array), [(s.key, s.rounding_key) for s in sources]
+        state = next((s.state for s in sources if s.state is not None), None)
+        with _scope(operand, own):
+            if len(own) == 1 and copies[0].format is None:
+                copy, options = copies[0], {"key": keys[0][0], "state": state, "target": routes.device}
+                made: Sequence[Form] = [calls.compress(array, copy.axis, copy.pruner, **options)]
+            else:
+                made = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
+        forms |= {want.product: form for want, form in zip(own, made, strict=True)}
     return forms
 
 
@@ -260,61 +262,18 @@ def _scope(operand: str, wants: Iterable[FormRequest]) -> Any:
     return jax.named_scope("+".join(OPERANDS[want.product][operand] for want in wants))
 
 
-def _one_mask(wants: Sequence[FormRequest]) -> bool:
-    """Return True if there are two forms of one array, and one mask, 2:4 along both axes, serves both."""
-    two = len(wants) == 2 and wants[0].source.array is wants[1].source.array
-    return two and all(
-        want.source.pruner == identity or want.source.pruner.kernel_form.tile is not None for want in wants
-    )
-
-
-def _in_fp8(routes: Routes, operand: str, wants: Sequence[FormRequest]) -> dict[str, Form]:
-    """Return forms in FP8, contiguous along the contracted axis. Forms that `_read_together` allows share a pass."""
-    batches: list[list[FormRequest]] = []
-    for want in wants:
-        batch = next((b for b in batches if _read_together(b[0].source, want.source)), None)
-        if batch is None:
-            batches.append([want])
-        else:
-            batch.append(want)
-    forms: dict[str, Form] = {}
-    for batch in batches:
-        copies = tuple(_copy(routes, operand, want) for want in batch)
-        keys = [
-            next((key for key in keys if key is not None), 0)
-            for keys in zip(*((want.source.key, want.source.rounding_key) for want in batch), strict=True)
-        ]
-        state = next((want.source.state for want in batch if want.source.state is not None), None)
-        array = matrix(routes, operand, batch[0].source.array)
-        with _scope(operand, batch):
-            in_fp8 = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
-        forms |= {want.product: form for want, form in zip(batch, in_fp8, strict=True)}
-    return forms
-
-
 def _copy(routes: Routes, operand: str, want: FormRequest) -> Copy:
-    assert want.format is not None
-    return Copy(
-        want.format,
-        turned=_axis(routes, operand, CONTRACTED[want.product]) == -2,
-        packed=want.packed,
-        pruner=want.source.pruner,
-        axis=_axis(routes, operand, want.source.along),
-        rounding=want.source.rounding,
-    )
+    contracted = _axis(routes, operand, CONTRACTED[want.product])
+    axis = contracted if want.packed else _axis(routes, operand, want.source.along)
+    return Copy(want.format, contracted == -2, want.packed, want.source.pruner, axis, want.source.rounding)
 
 
-def _read_together(a: KernelInput, b: KernelInput) -> bool:
-    """Return True if one kernel call can make both forms: they read one array, and do not need two keys for pruning,
-    two keys for rounding, or two states."""
-    if a.array is not b.array:
+def _read_together(routes: Routes, a: FormRequest, b: FormRequest) -> bool:
+    """Return True if one kernel call can make both forms: they read one array, and do not need two states."""
+    one, two = a.source, b.source
+    if one.array is not two.array or not (one.state is None or two.state is None or one.state is two.state):
         return False
-    pruned_twice = a.pruner.facts.stochastic and b.pruner.facts.stochastic
-    rounded_twice = a.rounding == b.rounding == "random"
-    if not pruned_twice and not rounded_twice and (a.state is None or b.state is None):
-        return True
-    any_draws = any(s.pruner.facts.stochastic or s.rounding == "random" for s in (a, b))
-    return a.state is b.state and not any_draws
+    return (a.format is not None and b.format is not None) or fault(routes.device, (BOTH,)) is None
 
 
 def can_fuse(routes: Routes | None, sparsity: Sparsity) -> bool:

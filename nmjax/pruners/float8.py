@@ -42,13 +42,13 @@ def scale(largest: Float[Array, "..."], format: str) -> Float[Array, "..."]:
 
 
 def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """Return the largest finite magnitude of an array.
+    """Return the largest finite magnitude of an array, in float32 or a wider dtype.
 
     >>> largest(jnp.array([1.0, -7.0, jnp.inf]))
     Array(7., dtype=float32)
     """
-    wide = groups.wide(x)
-    return jnp.max(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0), initial=0.0)
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)  # not in float32: XLA may write it to memory
+    return groups.wide(jnp.max(size, initial=0))
 
 
 def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = None) -> Float[Array, "..."]:

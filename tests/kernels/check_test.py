@@ -25,7 +25,7 @@ def test_wrong_kernels_are_found_by_their_kind(monkeypatch):
     right = packing.as_words16
     for file in (packing, tiles):
         monkeypatch.setattr(file, "as_words16", lambda places: right(places)[..., ::-1])
-    caches = calls._compression, calls._compression_both
+    caches = calls._compression, calls._copying
     try:
         for cache in caches:
             cache.cache_clear()

@@ -56,13 +56,27 @@ def test_a_kernel_prunes_and_packs_as_the_reference_does(p, dtype, axis):
     same(nm.unpack(kernel(odd)), jax.jit(prune)(odd))
 
 
+PAIRS = [
+    ((transposable(2, 4), -2), (transposable(2, 4), -1)),
+    ((identity, -1), (identity, -2)),
+    ((mvue(2, 4), -1), (mvue(2, 4), -2)),
+    ((mvue(1, 4), -2), (mvue_approx(2, 4), -2)),
+    ((soft(2, 4), -2), (mse(2, 4), -1)),
+]
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("p", [transposable(2, 4), identity], ids=str)
-def test_both_orientations_out_of_one_reading(p):
-    x = normal((2, 128, 192))
-    masked = transposable(2, 4)(x, -1)
-    made = calls.compress_both(masked if p == identity else x, p, target=HERE)
-    same(made, tuple(nm.pack(masked, axis) for axis in (-1, -2)))
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0][0]}, {pair[1][0]}")
+def test_two_forms_out_of_one_reading(pair):
+    """Each by its own pruner, along its own axis, with the noise of its own key."""
+    x, odd, state = normal((2, 128, 192)), hostile((2, 128, 192)), jnp.float32(1.7)
+    x, odd = (transposable(2, 4)(v) if pair[0][0] == identity else v for v in (x, odd))
+    wanted = tuple(Copy(None, packed=True, pruner=p, axis=axis) for p, axis in pair)
+    make = partial(calls.copies, wanted=wanted, keys=[(3, None), (4, None)], state=state, target=HERE)
+    for (p, axis), key, form, of_odd in zip(pair, (3, 4), make(x), make(odd), strict=True):
+        prune = lambda x, p=p, axis=axis, key=key: p(x, axis, nm.Ctx(key=key, state=state))
+        same(form, jax.jit(lambda x, axis=axis, prune=prune: nm.pack(prune(x), axis, order="words16"))(x))
+        same(nm.unpack(of_odd), jax.jit(prune)(odd))
 
 
 @pytest.mark.kernels
@@ -74,7 +88,7 @@ def test_what_is_not_two_of_four_becomes_nan(axis):
     crowded = (groups_of(x) != 0).sum(-1 if axis == -1 else 1) > 2
     made = np.isnan(groups_of(nm.unpack(calls.compress(x, axis, target=HERE)))).any(-1 if axis == -1 else 1)
     np.testing.assert_array_equal(made, crowded)
-    both = calls.compress_both(x, target=HERE)[0 if axis == -1 else 1]
+    both, _ = calls.copies(x, tuple(Copy(None, packed=True, axis=a) for a in (axis, -3 - axis)), target=HERE)
     np.testing.assert_array_equal(np.isnan(groups_of(nm.unpack(both))).any(-1 if axis == -1 else 1), crowded)
 
 
@@ -111,6 +125,10 @@ WANTED = {
     "g of S-STE": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")),
     "g of FST": (Copy("e5m2", packed=True, pruner=mvue_approx(2, 4), axis=-2, rounding="random"),),
     "w of S-STE": (Copy("e4m3", packed=True, pruner=soft(2, 4), axis=-2), Copy("e5m2", pruner=soft(2, 4), axis=-2)),
+    "in 16 bits and in FP8": (
+        Copy(None, packed=True, pruner=mvue(2, 4)),
+        Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"),
+    ),
     "packed along columns": (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e4m3", turned=True, pruner=mse(2, 4))),
 }
 
@@ -118,11 +136,16 @@ WANTED = {
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", WANTED)
 def test_forms_of_fp8(name):
-    """Those of XLA bit for bit, whose scales are of the largest value, or of a bound of it."""
+    """Those of XLA bit for bit, whose scales are of the largest value, or of a bound of it. Each form has its keys."""
     x, wanted, beta = normal((2, 128, 192)), WANTED[name], 1.5
-    made = calls.copies(x, wanted, keys=(3, 4), state=jnp.float32(beta), target=HERE)
-    for copy, (form, undo) in zip(wanted, made, strict=True):
-        held, factor = jax.jit(partial(calls.copy_by_xla, copy=copy, key=3, rounding=4, state=jnp.float32(beta)))(x)
+    keys = [(3, 4), (5, 6)][: len(wanted)]
+    made = calls.copies(x, wanted, keys=keys, state=jnp.float32(beta), target=HERE)
+    for copy, (key, rounding), form in zip(wanted, keys, made, strict=True):
+        by_xla = partial(calls.copy_by_xla, copy=copy, key=key, rounding=rounding, state=jnp.float32(beta))
+        if copy.format is None:
+            same(form, jax.jit(by_xla)(x))
+            continue
+        (form, undo), (held, factor) = form, jax.jit(by_xla)(x)
         same(form, held)
         np.testing.assert_allclose(undo, factor, rtol=1e-6)
         grows = {mvue: 2.0, mvue_approx: 16 / 7, soft: beta}.get(type(copy.pruner), 1.0)

@@ -100,9 +100,10 @@ def test_in_fp8_the_scale_is_that_of_the_whole_array():
     forms = (
         calls.Copy("e4m3", packed=True, pruner=nm.mvue(2, 4), axis=-2, rounding="random"),
         calls.Copy("e5m2", turned=True),
+        calls.Copy(None, packed=True, pruner=nm.mvue(2, 4)),
     )
     one, four = (
-        jax.jit(lambda x, target=target: calls.copies(x, forms, keys=(3, 4), target=target))
+        jax.jit(lambda x, target=target: calls.copies(x, forms, keys=[(3, 4), (5, 6), (7, 8)], target=target))
         for target in (Target("interpreter", "hopper", 2, True), FOUR)
     )
     with jax.set_mesh(mesh):

@@ -82,6 +82,7 @@ PACKED = {  # how y, dx and dw run
     "y_w=ste(transposable(2,4)); dw_g=mvue(2,4)": "packed packed packed",
     "y_w=ste(chain(mse(2,4),fp8('e4m3')))": "packed dense dense",
     "y_w=mse(2,4); dx_g=mvue(2,4); dw_x=raw(mse(2,4))": "packed packed packed",
+    "dx_g=mvue(2,4); dw_g=mvue(2,4)": "dense packed packed",
     "y_x=fp8('e4m3'); y_w=ste(mse(2,4))": "packed dense dense",
     "y_x=mse(2,4); y_w=ste(fp8('e4m3'))": "packed dense dense",
     **{f"{slot}=ste(mse(2,4))": "packed dense dense" for slot in ("y_x", "y_w")},  # by the one operand and the other
@@ -161,8 +162,8 @@ def test_operands_in_every_order(name):
     s = nm.parse("y_w=ste(mse(2,4)); dx_g=mse(2,4); dw_g=mvue(2,4)")
     x, w = random(lhs), random(rhs, 1)
     run = lambda backend: lambda x, w: nm.einsum(spec, x, w, sparsity=s, ctx=nm.Ctx(7, 3), backend=backend)
-    dims = jax.make_jaxpr(lambda x, w: everything(run("interpret"), x, w))(x, w)
-    assert str(dims).count("pallas_call[") >= 3  # what prunes and packs
+    jaxpr = jax.make_jaxpr(lambda x, w: everything(run("interpret"), x, w))(x, w).jaxpr
+    assert packers(jaxpr) == [2, 4]  # w for y, and g for dx and dw
     jit = name != "batch x tokens"  # whose dw XLA sums in bfloat16 along one of the two axes, compiled for a CPU
     near(everything(run("interpret"), x, w), everything(run("xla"), x, w, jit=jit))
 
@@ -621,10 +622,19 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
 
 
 @pytest.mark.slow
-def test_transposable_is_packed_both_ways_out_of_one_reading():
-    """By one kernel, which prunes too; and by XLA's pruner where y alone is wanted."""
-    s, x, w = nm.parse("y_w=ste(transposable(2,4))"), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
-    product = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s).astype(jnp.float32).sum()
+@pytest.mark.parametrize(
+    ("text", "gradients", "forward"),
+    [
+        ("y_w=ste(transposable(2,4))", [4], [2]),  # by XLA's pruner where y alone is wanted
+        ("dx_g=mvue(2,4); dw_g=mvue(2,4)", [4], []),
+        ("bdwp(2,4)", [4], [2]),
+        ("y_w=mse(2,4); dx_w=mse(2,4)", [2, 2], [2]),  # dx prunes the pruned weight again
+    ],
+)
+def test_two_forms_are_packed_out_of_one_reading(text, gradients, forward):
+    """By one kernel, which prunes for both products."""
+    s, x, w = nm.parse(text), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    product = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3)).astype(jnp.float32).sum()
     with on():
-        assert packers(jax.make_jaxpr(jax.grad(product, (0, 1)))(x, w).jaxpr) == [4]
-        assert packers(jax.make_jaxpr(product)(x, w).jaxpr) == [2]
+        assert packers(jax.make_jaxpr(jax.grad(product, (0, 1)))(x, w).jaxpr) == gradients
+        assert packers(jax.make_jaxpr(product)(x, w).jaxpr) == forward

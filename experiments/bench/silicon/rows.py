@@ -238,16 +238,19 @@ def _along(p: nm.Pruner, axis: int, device: Target) -> _Ways:
     )
 
 
-def _along_both(device: Target) -> _Ways:
-    p = transposable(2, 4)
-    return _Ways(lambda x: calls.compress_both(x, p, target=device), lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)))
+def _along_both(p: nm.Pruner, device: Target) -> _Ways:
+    wanted = tuple(Copy(None, packed=True, pruner=p, axis=axis) for axis in (-2, -1))
+    return _Ways(
+        lambda x: calls.copies(x, wanted, keys=[(key, None) for key in KEYS], target=device),
+        lambda x: [calls.copy_by_xla(x, *given) for given in zip(wanted, KEYS, strict=True)],
+    )
 
 
 def _in_fp8(device: Target) -> _Ways:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
     return _Ways(
-        lambda x: [form for form, _ in calls.copies(x, wanted, keys=KEYS, target=device)],
+        lambda x: [form for form, _ in calls.copies(x, wanted, keys=[KEYS] * len(wanted), target=device)],
         lambda x: [calls.copy_by_xla(x[0], one, *KEYS)[0] for one in wanted],
     )
 
@@ -417,7 +420,8 @@ ROWS: dict[str, Row] = {
             (f": {mse(2, 4)} along axis -1", partial(_along, mse(2, 4), -1), PACKING),
             (f": {mse(2, 4)} along axis -2", partial(_along, mse(2, 4), -2), PACKING),
             (f": {mvue(2, 4)} along axis -2", partial(_along, mvue(2, 4), -2), PACKING),
-            (" along both axes", _along_both, TILES),
+            (" along both axes", partial(_along_both, transposable(2, 4)), TILES),
+            (f": {mvue(2, 4)} along both axes", partial(_along_both, mvue(2, 4)), TILES),
             (" in FP8", _in_fp8, TILES),
         )
     },

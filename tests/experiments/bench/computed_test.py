@@ -177,7 +177,7 @@ def test_instructions_of_machine_code_are_counted_up_to_its_end(tmp_path):
     ("name", "bytes_moved"),
     [
         ("mvue(2,4) along -2", 2 + 1 + 1 / 8),  # values, the half that is kept, and half a nibble of each
-        ("both, transposable", 2 + 2 * (1 + 1 / 8)),
+        ("mvue(2,4) along -1, mvue(2,4) along -2", 2 + 2 * (1 + 1 / 8)),
         ("x of S-STE in FP8", 2 + 1 + 1),
         ("g of S-STE in FP8", 2 + 1 + 1 / 2 + 1 / 8),
     ],

@@ -26,6 +26,7 @@ from tests.experiments.runs import (
     xla_flags,
 )
 from tests.experiments.training.board_test import events
+from tests.products.routes_test import packers
 
 pytestmark = pytest.mark.sampled
 
@@ -96,6 +97,18 @@ def test_the_step_is_sgds_and_micro_batches_make_the_whole_batchs(name):
         np.testing.assert_allclose(seen[0]["loss"], also[0]["loss"], rtol=1e-5)
         for a, b in zip(*moved, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max() + 1e-9)
+
+
+@pytest.mark.kernels
+def test_weights_are_packed_once_for_all_micro_batches():
+    """Each of the six layers packs its weight before the loop over micro-batches, and its gradient in it."""
+    words = ["--config.accumulate=4", "--config.dtype=bfloat16", "--config.backend=interpret", "--config.model.depth=1"]
+    made = program("configs/vit_sste.py:smoke", *words)
+    arrays = next(iter(made.task.feed(0, 0, made.mesh)))
+    jaxpr = jax.make_jaxpr(made.train_step)(made.shapes, arrays).jaxpr
+    bodies = [eqn.params["jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    in_loops = [len(packers(body)) for body in bodies]
+    assert (len(packers(jaxpr)), [count for count in in_loops if count]) == (12, [6])
 
 
 @pytest.mark.slow
