@@ -110,7 +110,7 @@ def spmm(
             (plgpu.SMEM if interpret else plgpu.TMEM)((ROWS, n), jnp.float32),
             *([] if interpret else [meta] * stages),
         ],
-        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
+        **versions.launch_options(interpret),
     )
     return call(*inputs)
 
@@ -192,8 +192,8 @@ class Tile(NamedTuple):
         plgpu.barrier_wait(self.loaded.at[slot])
         plgpu.async_copy_sparse_metadata_to_tmem(self.words.at[slot], self.meta[slot])
         a, b, meta = self.a.at[slot], self.b.at[slot], self.meta[slot]
-        a = plgpu.transpose_ref(a, (1, 0)) if self.shape.m_major else a
-        b = b if self.shape.n_major else plgpu.transpose_ref(b, (1, 0))
+        a = a.transpose((1, 0)) if self.shape.m_major else a
+        b = b if self.shape.n_major else b.transpose((1, 0))
         plgpu.tcgen05_mma(self.sums, a, b, self.used.at[slot], a_sparse_metadata=meta, accumulate=k > 0)
         pl.when(k == self.steps - 1)(lambda: plgpu.tcgen05_commit_arrive(self.done))
 
@@ -225,7 +225,7 @@ class Tile(NamedTuple):
             y = part[...] if self.emulated else plgpu.async_load_tmem(part)
             y = (y if self.scale is None else y * self.scale[batch]).astype(self.store.dtype)
             if self.shape.transpose and not self.emulated:
-                plgpu.transpose_ref(slot, (1, 0))[...] = y
+                versions.store(slot.transpose((1, 0)), y)
             else:
                 slot[...] = y.T if self.shape.transpose else y
             plgpu.commit_smem()

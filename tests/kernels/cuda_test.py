@@ -75,6 +75,33 @@ def test_products_lower_in_every_layout(config, kind, layout, instruction):
     assert instruction in lowered(*product(config, kind, layout))
 
 
+def kernels_of_all_kinds() -> dict:
+    """Return one kernel of each kind that this jax can lower."""
+    found = {
+        "hopper": product(HopperConfig(), layout=(True, False, True)),
+        "hopper in FP8": product(HopperConfig(tile_n=128, promote=True), "float8_e4m3fn", (False, False, True)),
+        "packing": producer("mvue(2,4) along -2"),
+        "packing in FP8": producer("g of S-STE in FP8"),
+    }
+    if versions.has_warp_products():
+        found["ampere"] = product(AmpereConfig(), layout=(True, True, True))
+    if versions.stores_transposed():
+        found["blackwell"] = product(BlackwellConfig(), layout=(True, True, True))
+    return found
+
+
+@pytest.mark.parametrize("name", ["hopper", "hopper in FP8", "packing", "packing in FP8", "ampere", "blackwell"])
+def test_each_kind_of_kernel_states_its_semantics_and_lowers_by_both(name, monkeypatch):
+    if name not in kernels_of_all_kinds():
+        pytest.skip("this jax cannot lower it")
+    text = {}
+    for semantics in ("Lane", "Warpgroup"):
+        monkeypatch.setattr(versions, "SEMANTICS", semantics)
+        text[semantics] = lowered(*kernels_of_all_kinds()[name])
+    monkeypatch.undo()
+    assert lowered(*kernels_of_all_kinds()[name]) == text["Lane"] != text["Warpgroup"]
+
+
 def test_too_much_shared_memory_is_refused_before_it_is_compiled():
     assert "of shared memory" in str(config_refusal(Shape(SIZE, SIZE, SIZE), HopperConfig(stages=6)))
     with pytest.raises(ValueError, match="exceeds available shared memory"):
@@ -132,7 +159,9 @@ COMPILE = """
     warnings.simplefilter("ignore")
     sys.path.insert(0, {root!r})
     from experiments.bench import machine_code
+    from nmjax.core import versions
     from tests.kernels import cuda_test
+    versions.SEMANTICS = {semantics!r}
     machine_code.dump(getattr(cuda_test, {programs!r})(), Path({out!r}), *cuda_test.TARGETS[{family!r}])
 """
 
@@ -257,7 +286,7 @@ MOST |= {f"{operand} of S-STE in FP8": 2 * 35 for operand in "xgw"}
 @compiled
 def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
-    run = apart(COMPILE, out=str(tmp_path), family="hopper", programs="programs")
+    run = apart(COMPILE, out=str(tmp_path), family="hopper", programs="programs", semantics=versions.SEMANTICS)
     for name in programs():
         text = without_spills(tmp_path / name)
         if name in PRODUCERS:
@@ -295,9 +324,24 @@ def programs_of_blackwell() -> dict:
 
 @pytest.mark.processes
 @compiled
+@pytest.mark.parametrize("semantics", ["Lane", "Warpgroup"])
+def test_each_kind_of_kernel_compiles_by_both_semantics(tmp_path, semantics):
+    """For Hopper, whose assembler knows Ampere's instruction too."""
+    apart(COMPILE, out=str(tmp_path), family="hopper", programs="kernels_for_hopper", semantics=semantics)
+    for name in kernels_for_hopper():
+        without_spills(tmp_path / name)
+
+
+def kernels_for_hopper() -> dict:
+    """Return those of `kernels_of_all_kinds` that Hopper runs, without the largest."""
+    return {k: v for k, v in kernels_of_all_kinds().items() if k not in ("blackwell", "packing in FP8")}
+
+
+@pytest.mark.processes
+@compiled
 @pytest.mark.skipif(not versions.stores_transposed(), reason="this jax stores no transposed results on Blackwell")
 def test_blackwell_compiles_to_sparse_instructions(tmp_path):
-    options = {"family": "blackwell", "programs": "programs_of_blackwell"}
+    options = {"family": "blackwell", "programs": "programs_of_blackwell", "semantics": versions.SEMANTICS}
     apart(COMPILE, out=str(tmp_path), **options)
     for name in programs_of_blackwell():
         text = without_spills(tmp_path / name)
