@@ -73,7 +73,7 @@ ORDER = {
         "Results": "Error Weight Pattern path",
     },
     "nmjax.kernels": {
-        "Products": "spmm",
+        "Products": "spmm Blocks",
         "Devices": "on target Target",
         "Tiles": "HopperConfig BlackwellConfig AmpereConfig",
     },

@@ -8,8 +8,9 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,6 +20,21 @@ from nmjax.kernels.format import Packed
 
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper or Blackwell may have
 BARRIERS = 1024  # bytes that the barriers of a Hopper or Blackwell kernel take at most
+
+BLOCK = 64  # values along K that share a scale in `Blocks`: 32 kept ones of A, and 64 of B
+
+
+class Blocks(NamedTuple):
+    """The scales of blocks of 8-bit operands, powers of two (float8_e8m0fnu): MXFP8.
+
+    Attributes:
+      a: ``[..., M, K / 64]``.
+      b: ``[..., N, K / 64]``.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
 
 Config = Any
 """The tiles of a product: the `Family.config` of the device's family."""
@@ -116,7 +132,7 @@ class Family(ABC):
         return ()
 
     def spmm(
-        self, a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | None, shape: Shape,
+        self, a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | Blocks | None, shape: Shape,
         config: Config, target: Target,
     ) -> Float[Array, "batch m n"]:  # fmt: skip
         """Multiply a batch of packed matrices by a batch of dense ones.
@@ -124,7 +140,7 @@ class Family(ABC):
         Args:
           a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
           b: ``[B, N, K]``, or ``[B, K, N]``.
-          scale: Factors of the f32 sums, one for every matrix.
+          scale: Factors of the f32 sums, one for every matrix; or on Blackwell the scales of blocks.
           shape: The product of one matrix.
           config: The tiles. They fit: `config_refusal` returns None for them.
           target: The device. If it is the interpreter, instructions are emulated on a CPU.

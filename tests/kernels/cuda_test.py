@@ -17,7 +17,7 @@ import nmjax as nm
 from experiments.bench import machine_code
 from experiments.bench.silicon import rows
 from nmjax.core import versions
-from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, activations, packing, tuning
+from nmjax.kernels import AmpereConfig, BlackwellConfig, Blocks, HopperConfig, Target, activations, packing, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Shape, config_refusal, family_of
 from nmjax.pruners import identity, mse, mvue, soft
@@ -150,6 +150,10 @@ TARGETS = {  # by family: what the compiler is told, and the architecture that M
     "blackwell": (
         machine_code.TARGET.replace("major: 9", "major: 10").replace("9.0a", "10.0a").replace("H200", "B200"),
         (10, 0),
+    ),
+    "blackwell ultra": (
+        machine_code.TARGET.replace("major: 9", "major: 10 minor: 3").replace("9.0a", "10.3a").replace("H200", "B300"),
+        (10, 3),
     ),
 }
 
@@ -319,7 +323,27 @@ def programs_of_blackwell() -> dict:
         f"{kind} in FP8": (Shape(SIZE, SIZE, SIZE, kind, transpose=True), {})
         for kind in ("float8_e4m3fn", "float8_e5m2")
     }
-    return {name: product_of(of, BlackwellConfig(**cut)) for name, (of, cut) in cuts.items()}
+    return {name: product_of(of, BlackwellConfig(**cut)) for name, (of, cut) in cuts.items()} | of_blocks()
+
+
+def of_blocks() -> dict:
+    """Return Blackwell's products with scales of blocks, for tiles that fill blocks of 128 rows and those that do not."""
+    found, scales = {}, [shape(1, 768, SIZE // 64, dtype=jnp.float8_e8m0fnu)] * 2
+    for kind, n, stages in (("float8_e4m3fn", 256, 2), ("float8_e5m2", 192, 2), ("float8_e4m3fn", 64, 4)):
+        multiply, *arrays = product_of(Shape(768, 768, SIZE, kind), BlackwellConfig(n, stages))
+        found[f"{kind} in FP8, blocks, {n} wide"] = in_blocks(multiply), *arrays[:2], *scales
+    return found
+
+
+def in_blocks(multiply):
+    return lambda a, b, of_a, of_b: multiply(a, b, Blocks(of_a, of_b))
+
+
+def programs_of_blackwell_ultra() -> dict:
+    """Return a product of each kind."""
+    return {f"{kind} in FP8": product(BlackwellConfig(), kind) for kind in ("float8_e4m3fn",)} | of_blocks() | {
+        "16 bits": product(BlackwellConfig(), layout=(True, True, True))
+    }  # fmt: skip
 
 
 @pytest.mark.processes
@@ -340,13 +364,18 @@ def kernels_for_hopper() -> dict:
 @pytest.mark.processes
 @compiled
 @pytest.mark.skipif(not versions.stores_transposed(), reason="this jax stores no transposed results on Blackwell")
-def test_blackwell_compiles_to_sparse_instructions(tmp_path):
-    options = {"family": "blackwell", "programs": "programs_of_blackwell", "semantics": versions.SEMANTICS}
-    apart(COMPILE, out=str(tmp_path), **options)
-    for name in programs_of_blackwell():
+@pytest.mark.parametrize(
+    ("family", "architecture", "programs"),
+    [("blackwell", "sm_100a", programs_of_blackwell), ("blackwell ultra", "sm_103a", programs_of_blackwell_ultra)],
+)
+def test_blackwell_compiles_to_sparse_instructions(tmp_path, family, architecture, programs):
+    apart(COMPILE, out=str(tmp_path), family=family, programs=programs.__name__, semantics=versions.SEMANTICS)
+    for name in programs():
         text = without_spills(tmp_path / name)
         ptx = "".join(p.read_text() for p in (tmp_path / name).glob("*.ptx"))
-        assert f"tcgen05.mma.sp.cta_group::1.kind::{'f8f6f4' if 'FP8' in name else 'f16'}" in ptx
+        assert f".target {architecture}" in ptx
+        kind = "mxf8f6f4.block_scale.scale_vec::1X" if "blocks" in name else "f8f6f4" if "FP8" in name else "f16"
+        assert f"tcgen05.mma.sp.cta_group::1.kind::{kind} " in ptx
         if machine_code.disassembler():
             assert text["sass"].count("UTCQMMA" if "FP8" in name else "UTCHMMA") >= 4, name
 

@@ -1,6 +1,7 @@
 """Packed products of interpreted kernels, compared with float64: families x layouts x dtypes, and what is special."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -10,8 +11,9 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import versions
-from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, blackwell_spmm, tuning
+from nmjax.kernels import AmpereConfig, BlackwellConfig, Blocks, HopperConfig, Target, blackwell_spmm, tuning
 from nmjax.kernels.limits import FAMILIES, Shape, config_refusal, family_of, product_refusal
+from nmjax.kernels.multiply import _of_blocks
 from nmjax.products.operations import as_dot
 from nmjax.products.routes import explain
 from tests.kernels.format_test import two_of_four
@@ -86,6 +88,67 @@ def test_families_in_fp8(family, kinds):
     config, (m, n, k) = SMALL[family]
     of = Shape(m, n, 2 * k, f"float8_{kinds[0]}", transpose=kinds[0] != kinds[1])
     multiplies(of, config, f"float8_{kinds[1]}", batch=2)
+
+
+def blocks_of(of, batch, seed=0):
+    """Powers of two for blocks of 64 values along K, of A and of B."""
+    rng = np.random.default_rng(seed + 20)
+    draw = lambda rows: jnp.asarray(2.0 ** rng.integers(-4, 5, (batch, rows, of.k // 64)), jnp.float8_e8m0fnu)
+    return Blocks(draw(of.m), draw(of.n))
+
+
+def of_blocks(of, packed, b, blocks):
+    """Packed A and B, multiplied in float64 by the scales of their blocks."""
+    a, b = (np.asarray(v.astype(jnp.float32), np.float64) for v in (nm.unpack(packed), b))
+    a, b = (
+        v * np.repeat(np.asarray(s.astype(jnp.float32), np.float64), 64, -1)
+        for v, s in zip((a, b), blocks, strict=True)
+    )
+    return a @ np.swapaxes(b, -1, -2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("n", "stages"), [(64, 2), (192, 2)])
+def test_blackwell_with_scales_of_blocks(n, stages):
+    of, batch = Shape(256, 2 * n, 768, "float8_e4m3fn", transpose=n == 192, out="float32"), 2
+    packed, b, _ = operands(of, "float8_e5m2", batch)
+    blocks = blocks_of(of, batch)
+    config, target = BlackwellConfig(n, stages), Target("interpreter", "blackwell", 2, True)
+    check(family_of(config).spmm(packed, b, blocks, of, config, target), of_blocks(of, packed, b, blocks), of.transpose)
+
+
+def test_the_scales_of_blocks_lie_as_jax_says():
+    """As in the documentation of ``async_copy_scales_smem_to_tmem``."""
+    rows, blocks = 256, 8
+    scales = jnp.arange(rows * blocks).reshape(1, rows, blocks)
+    wanted = scales.reshape(rows // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
+    made = blackwell_spmm.scales_of(scales, 256)[0]
+    np.testing.assert_array_equal(made, wanted.reshape(rows // 128, blocks // 4, 32, 16))
+    narrow = blackwell_spmm.scales_of(scales, 64)  # each tile fills the first half of 128 rows
+    for tile in range(4):
+        for at in range(2):
+            back = blackwell_spmm._scales_back(narrow[0, tile : tile + 1, at : at + 1], 64)
+            np.testing.assert_array_equal(back, scales[0, 64 * tile : 64 * tile + 64, 4 * at : 4 * at + 4])
+
+
+def test_scales_of_blocks_by_xla_and_what_is_refused():
+    of = Shape(128, 64, 256, "float8_e4m3fn", out="float32")
+    packed, b, _ = operands(of)
+    blocks = blocks_of(of, 1)
+    multiply = partial(nm.kernels.spmm, axis=-1, dtype=jnp.float32)
+    check(multiply(packed, b, blocks), of_blocks(of, packed, b, blocks), False)
+    for wrong, message in (
+        (Blocks(blocks.b, blocks.a), r"of shapes \(1, 128, 4\) and \(1, 64, 4\), got float8_e8m0fnu of \(1, 64, 4\)"),
+        (Blocks(*(v.astype(jnp.float32) for v in blocks)), "are float8_e8m0fnu of .* got float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            multiply(packed, b, wrong)
+    with pytest.raises(ValueError, match="blocks with scales lie along the last axis of 8-bit operands"):
+        nm.kernels.spmm(packed, b.mT, blocks)
+    with pytest.raises(ValueError, match="only Blackwell's kernels take scales of blocks"):
+        multiply(packed, b, blocks, backend="interpret")
+    assert _of_blocks(B200, "pallas") == B200
+    assert "write backend='pallas'" in str(_of_blocks(B200, "auto"))
 
 
 CONFIGS = {
