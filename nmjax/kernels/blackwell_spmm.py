@@ -7,8 +7,8 @@ in tensor memory. At the end a second warpgroup stores them.
 16-bit A is contiguous along K or along M, B along K or along N, and the result is D or its transpose. 8-bit operands
 are contiguous along K.
 
-8-bit operands may have a scale for each block of 64 values along K, a power of two (MXFP8): 32 kept values of A share
-one, and 64 of B. They lie beside the words in tensor memory.
+8-bit operands may have scales of blocks (`nmjax.kernels.family.Blocks`), and 4-bit ones must. These lie beside the
+words in tensor memory. FP4 is 4:8 of pairs: two of four bytes, with the words of 8-bit values.
 
 The kernel has been compiled for sm_100a and sm_103a and has not run on hardware.
 """
@@ -28,7 +28,7 @@ from nmjax.core import versions
 from nmjax.kernels import emulation
 from nmjax.kernels.batches import result
 from nmjax.kernels.blackwell import BlackwellConfig
-from nmjax.kernels.family import BLOCK, Blocks, Shape, Target
+from nmjax.kernels.family import BLOCKS, Blocks, Shape, Target
 from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
 
@@ -82,9 +82,10 @@ def scales_of(scales: Float[Array, "batch rows blocks"], tile: int) -> Float[Arr
     return parts.reshape(batch, -1, blocks // 4, 32, 16)
 
 
-def _scales_back(scales: Float[Array, "rows4 1 32 16"], rows: int) -> Float[Array, "rows 4"]:
-    """Return the scales of four blocks along K for each row of a tile."""
-    return scales.reshape(-1, 32, 4, 4).transpose(0, 2, 1, 3).reshape(-1, 4)[:rows]
+def _scales_back(scales: Float[Array, "rows4 blocks4 32 16"], rows: int) -> Float[Array, "rows blocks"]:
+    """Return the scales of blocks along K for each row of a tile."""
+    parts = scales.reshape(*scales.shape[:3], 4, 4).transpose(0, 3, 2, 1, 4)
+    return parts.reshape(-1, 4 * scales.shape[1])[:rows]
 
 
 def spmm(
@@ -93,7 +94,7 @@ def spmm(
 ) -> Float[Array, "batch m n"]:  # fmt: skip
     """Multiply a batch of packed matrices by a batch of dense ones. See `nmjax.kernels.family.Family.spmm`."""
     interpret = target.interpret
-    batch, n, step, stages = a.shape[0], config.tile_n, config.step(shape.itemsize), config.stages
+    batch, n, step, stages = a.shape[0], config.tile_n, config.step(shape.bits), config.stages
     words = words_of(a) if interpret else _in_twos(words_of(a))  # [batch, m, k, 128, 64] of two bits
     blocks: tuple[jax.Array, ...] = ()
     if isinstance(scale, Blocks):
@@ -117,9 +118,10 @@ def spmm(
             used=used, done=done, sums=sums, at=at, meta=tuple(rest[len(blocks) :]),
         ).compute()  # fmt: skip
 
-    of_scales = jnp.float8_e8m0fnu, plgpu.TMEMLayout.SCALES_LAYOUT
-    of_stage = [((ROWS, step // 2), jnp.uint2, plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)]
-    of_stage += [((ROWS * count, step // BLOCK), *of_scales) for count in lines]
+    words_block = (2 if shape.itemsize == 1 else 1, *words.shape[3:])
+    of_stage = [((ROWS, 64 * words_block[0]), jnp.uint2, plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)]
+    in_step = step // BLOCKS[shape.bits][0] if blocks else 0  # scales of a row
+    of_stage += [((ROWS * count, in_step), blocks[0].dtype, plgpu.TMEMLayout.SCALES_LAYOUT) for count in lines]
     call = plgpu.kernel(
         blackwell_spmm,
         out_type=result((batch, *sides), out, *inputs),
@@ -128,16 +130,16 @@ def spmm(
         num_threads=2,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((stages, *a_block), kind, transforms=swizzled(a_block[1], kind.itemsize).transforms),
-            plgpu.SMEM((stages, 1, step // 128, *words.shape[3:]), words.dtype),
-            plgpu.SMEM((stages, *b_block), b.dtype, transforms=swizzled(b_block[1], b.dtype.itemsize).transforms),
+            plgpu.SMEM((stages, *a_block), kind, transforms=swizzled(a_block[1], shape.bits / 8).transforms),
+            plgpu.SMEM((stages, 1, *words_block), words.dtype),
+            plgpu.SMEM((stages, *b_block), b.dtype, transforms=swizzled(b_block[1], shape.bits / 8).transforms),
             plgpu.SMEM((2, *stored), out, transforms=() if transpose else swizzled(STORED, out.itemsize).transforms),
             plgpu.Barrier(num_arrivals=3 + len(blocks), num_barriers=stages),
             plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
             plgpu.Barrier(orders_tensor_core=True),
             (plgpu.SMEM if interpret else plgpu.TMEM)((ROWS, n), jnp.float32),
-            *(plgpu.SMEM((stages, count, 1, 32, 16), of_scales[0]) for count in lines),
-            *(plgpu.TMEM(*of, layout=layout) for *of, layout in of_stage * stages if not interpret),
+            *(plgpu.SMEM((stages, count, in_step // 4, 32, 16), blocks[0].dtype) for count in lines),
+            *(plgpu.TMEM(dims, of, layout=layout) for dims, of, layout in of_stage * stages if not interpret),
         ],
         **versions.launch_options(interpret),
     )
@@ -169,7 +171,7 @@ class Tile(NamedTuple):
     @property
     def steps(self) -> int:
         """The steps along K."""
-        return self.shape.k // self.config.step(self.shape.itemsize)
+        return self.shape.k // self.config.step(self.shape.bits)
 
     def compute(self) -> None:
         """Compute the tile: one warpgroup loads and multiplies, and the other one stores."""
@@ -193,19 +195,20 @@ class Tile(NamedTuple):
     def load(self, k: jax.Array, _: None) -> None:
         """Load a step into its slot, as soon as the slot's last products are done."""
         (batch, i, j), stages = self.at, self.config.stages
-        n, step = self.config.tile_n, self.config.step(self.shape.itemsize)
+        n, step = self.config.tile_n, self.config.step(self.shape.bits)
         slot = lax.rem(k, stages)
         pl.when(k >= stages)(lambda: plgpu.barrier_wait(self.used.at[slot]))
         rows, columns = pl.ds(i * ROWS, ROWS), pl.ds(j * n, n)
+        count = self.words.shape[2]  # blocks of words
         along, packed = pl.ds(k * step, step), pl.ds(k * (step // 2), step // 2)
         a, words, b, *scales = (v.at[batch] for v in self.inputs)
         parts = (
             a.at[packed, rows] if self.shape.m_major else a.at[rows, packed],
-            words.at[pl.ds(i, 1), pl.ds(k * (step // 128), step // 128)],
+            words.at[pl.ds(i, 1), pl.ds(k * count, count)],
             b.at[along, columns] if self.shape.n_major else b.at[columns, along],
             *(
-                v.at[pl.ds(at * c, c), pl.ds(k, 1)]
-                for v, at, c in zip(scales, (i, j), (1, -(-n // ROWS)), strict=False)
+                v.at[pl.ds(at * ring.shape[1], ring.shape[1]), pl.ds(k * ring.shape[2], ring.shape[2])]
+                for v, ring, at in zip(scales, self.scales, (i, j), strict=False)
             ),
         )
         for part, ring in zip(parts, (self.a, self.words, self.b, *self.scales), strict=True):

@@ -21,15 +21,25 @@ from nmjax.kernels.format import Packed
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper or Blackwell may have
 BARRIERS = 1024  # bytes that the barriers of a Hopper or Blackwell kernel take at most
 
-BLOCK = 64  # values along K that share a scale in `Blocks`: 32 kept ones of A, and 64 of B
+BLOCKS = {8: (64, "float8_e8m0fnu"), 4: (32, "float8_e4m3fn")}
+"""By the bits of a value: the values along K that share a scale in `Blocks`, and the dtype of scales."""
 
 
 class Blocks(NamedTuple):
-    """The scales of blocks of 8-bit operands, powers of two (float8_e8m0fnu): MXFP8.
+    """The scales of blocks of both operands of a product.
+
+    8-bit values (MXFP8) have a power of two (float8_e8m0fnu) for 64 values along K, and 4-bit values (NVFP4) a
+    float8_e4m3fn for 32. These are 32 and 16 kept values of A.
+
+    >>> import nmjax as nm
+    >>> packed = nm.pack(nm.prune(nm.mse(2, 4), jnp.ones((1, 64))).astype(jnp.float8_e4m3fn))
+    >>> half = jnp.full((1, 1), 0.5, jnp.float8_e8m0fnu)
+    >>> nm.kernels.spmm(packed, jnp.ones((1, 64), jnp.float8_e4m3fn), nm.kernels.Blocks(half, half), axis=-1)
+    Array([[8]], dtype=bfloat16)
 
     Attributes:
-      a: ``[..., M, K / 64]``.
-      b: ``[..., N, K / 64]``.
+      a: ``[..., M, K / 64]`` or ``[..., M, K / 32]``.
+      b: ``[..., N, K / 64]`` or ``[..., N, K / 32]``.
     """
 
     a: jax.Array
@@ -68,6 +78,11 @@ class Shape(Value):
         """The bytes of a value of A."""
         return jnp.dtype(self.dtype).itemsize
 
+    @property
+    def bits(self) -> int:
+        """The bits of a value of A."""
+        return jnp.finfo(self.dtype).bits
+
 
 @dataclass(frozen=True, repr=False)
 class Target(Value):
@@ -96,6 +111,7 @@ class Family(ABC):
     capability: ClassVar[str]  # the first number of their compute capability
     config: ClassVar[type]  # of its products
     fp8: ClassVar[bool] = True  # True if it has FP8 tensor cores
+    blocks: ClassVar[bool] = False  # True if a kernel takes scales of blocks, of FP8 and FP4
     tuned_only: ClassVar[bool] = False  # True if "auto" leaves it alone until tiles have been measured
     sums: ClassVar[dict[str, Config]] = {}  # tiles that differ in how exactly they add up FP8 products
 

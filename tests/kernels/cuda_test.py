@@ -18,6 +18,7 @@ from experiments.bench import machine_code
 from experiments.bench.silicon import rows
 from nmjax.core import versions
 from nmjax.kernels import AmpereConfig, BlackwellConfig, Blocks, HopperConfig, Target, activations, packing, tuning
+from nmjax.kernels.family import BLOCKS
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Shape, config_refusal, family_of
 from nmjax.pruners import identity, mse, mvue, soft
@@ -36,7 +37,7 @@ def operands(of):
     """Shapes of packed A and of B."""
     m, n, k, dtype, wide = of.m, of.n, of.k, jnp.dtype(of.dtype), of.itemsize == 2
     values = shape(1, *((k // 2, m) if of.m_major else (m, k // 2)), dtype=dtype)
-    words = shape(1, *((m // 64, k // 64, 128) if wide else (m, k // 32)), dtype=jnp.uint32)
+    words = shape(1, *((m // 64, k // 64, 128) if wide else (m, k * of.bits // 256)), dtype=jnp.uint32)
     packed = Packed(values, words, -2 if of.m_major else -1, 2, 4, "words16" if wide else "words8")
     return packed, shape(1, *((k, n) if of.n_major else (n, k)), dtype=dtype)
 
@@ -327,11 +328,19 @@ def programs_of_blackwell() -> dict:
 
 
 def of_blocks() -> dict:
-    """Return Blackwell's products with scales of blocks, for tiles that fill blocks of 128 rows and those that do not."""
-    found, scales = {}, [shape(1, 768, SIZE // 64, dtype=jnp.float8_e8m0fnu)] * 2
-    for kind, n, stages in (("float8_e4m3fn", 256, 2), ("float8_e5m2", 192, 2), ("float8_e4m3fn", 64, 4)):
-        multiply, *arrays = product_of(Shape(768, 768, SIZE, kind), BlackwellConfig(n, stages))
-        found[f"{kind} in FP8, blocks, {n} wide"] = in_blocks(multiply), *arrays[:2], *scales
+    """Return Blackwell's products with scales of blocks, in tiles that fill blocks of 128 rows and in others."""
+    cuts = ("float8_e4m3fn", 256, 2), ("float8_e5m2", 192, 2), ("float8_e4m3fn", 64, 4)
+    found = {}
+    for kind, n, stages in (*cuts, *(("float4_e2m1fn", n, stages) for _, n, stages in cuts)):
+        of = Shape(768, 768, SIZE, kind)
+        size, scale = BLOCKS[of.bits]
+        multiply, a, b, _ = product_of(of, BlackwellConfig(n, stages))
+        found[f"{kind} in FP{of.bits}, {n} wide"] = (
+            in_blocks(multiply),
+            a,
+            b,
+            *[shape(1, 768, SIZE // size, dtype=scale)] * 2,
+        )
     return found
 
 
@@ -374,10 +383,13 @@ def test_blackwell_compiles_to_sparse_instructions(tmp_path, family, architectur
         text = without_spills(tmp_path / name)
         ptx = "".join(p.read_text() for p in (tmp_path / name).glob("*.ptx"))
         assert f".target {architecture}" in ptx
-        kind = "mxf8f6f4.block_scale.scale_vec::1X" if "blocks" in name else "f8f6f4" if "FP8" in name else "f16"
-        assert f"tcgen05.mma.sp.cta_group::1.kind::{kind} " in ptx
+        of_blocks = {"FP8": "mxf8f6f4.block_scale.scale_vec::1X", "FP4": "mxf4nvf4.block_scale.scale_vec::4X"}
+        plain = {"FP8": "f8f6f4", "16 bits": "f16"}
+        bits = next((bits for bits in ("FP8", "FP4") if bits in name), "16 bits")
+        assert f"tcgen05.mma.sp.cta_group::1.kind::{(of_blocks if 'wide' in name else plain)[bits]} " in ptx
         if machine_code.disassembler():
-            assert text["sass"].count("UTCQMMA" if "FP8" in name else "UTCHMMA") >= 4, name
+            instruction = {"FP8": "UTCQMMA", "FP4": "UTCOMMA", "16 bits": "UTCHMMA"}[bits]
+            assert text["sass"].count(instruction) >= 4, name
 
 
 @pytest.mark.processes
