@@ -35,9 +35,9 @@ ORDER = {
         "Prune arrays, products and functions": (
             "prune show einsum dot_general conv_general_dilated ragged_dot transform fused"
         ),
-        "Pruners": "mse mvue mvue_approx uniform soft transposable rows wanda ria identity",
+        "Pruners": "mse mvue mvue_approx uniform soft transposable rows pairs wanda ria identity",
         "Gradient rules of weights": "ste sr_ste decay",
-        "Pruners made of others": "raw rescale fp8 chain hold permute stages stage",
+        "Pruners made of others": "raw rescale fp8 fp4 chain hold permute stages stage",
         "Schedules": "constant linear cosine exponential stairs optax_schedule",
         "Packed arrays and activation functions": "pack unpack Packed squared_relu exact_gelu",
         "To write a pruner": "Pruner Grouped Selector Remembering Ctx Facts KernelForm Picture",
@@ -74,7 +74,7 @@ ORDER = {
         "Results": "Error Weight Pattern path",
     },
     "nmjax.kernels": {
-        "Products": "spmm",
+        "Products": "spmm Blocks",
         "Devices": "on target Target",
         "Tiles": "HopperConfig BlackwellConfig AmpereConfig",
     },

@@ -27,7 +27,7 @@ class NormalForm(NamedTuple):
     Args:
       core: The only part that changes values, apart from ``storage``. `identity` if no part does; None if several do.
       applied: The pruner without its storage.
-      storage: The `fp8` at the end, to which the pruned operand is rounded. None if there is none.
+      storage: The `fp8` or `fp4` at the end, to which the pruned operand is rounded. None if there is none.
       rule: The pruner that defines the gradient rule. None if there is none.
       raw: True if a backward slot prunes the original operand. False if it prunes the operand that the forward
         product used.

@@ -1,13 +1,43 @@
 """Differences between versions of JAX, each with its reason. 0.10.2 is the last version for Python 3.11.
 
+The names of JAX that are private, and that nmjax needs, are here too. A version without one says so (`private`).
+
 Functions import Pallas's GPU backends themselves, because ``import nmjax`` does without these backends: they take 0.3 s
 to import, and some builds of jaxlib lack them.
 """
 
+import importlib
+from operator import attrgetter
 from typing import Any
 
 import jax
-from jax._src.source_info_util import Transform
+
+SEMANTICS = "Lane"
+"""How Mosaic lowers kernels, "Lane" or "Warpgroup". From 0.12 on its default is "Warpgroup". Before it was "Lane", by
+which the kernels have run on an H100, and by which fewer of them spill registers."""
+
+
+def private(module: str, name: str, user: str) -> Any:
+    """Return something of JAX that has no public name.
+
+    Args:
+      module: Its module.
+      name: Its name there, with dots for an attribute of an attribute.
+      user: What needs it.
+
+    Raises:
+      ImportError: This version of JAX does not have it.
+
+    >>> private("jax._src.source_info_util", "Transform", "a doctest").__name__
+    'Transform'
+    """
+    try:
+        return attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as e:
+        raise ImportError(
+            f"jax {jax.__version__} has no {module}.{name}, a private name that {user} needs. Install an older JAX: "
+            "0.10.2 to 0.12 have it."
+        ) from e
 
 
 def interprets_clusters() -> bool:
@@ -38,9 +68,28 @@ def interpreter_params(zeros: bool) -> Any:
         import jax.experimental.pallas.mosaic_gpu as plgpu
 
         return plgpu.InterpretGPUParams(**options)  # pyrefly: ignore[missing-attribute]
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    module = "jax._src.pallas.mosaic_gpu.interpret.params"
+    return private(module, "InterpretGPUParams", "the interpreter of GPU kernels")(**options)
 
-    return InterpretGPUParams(**options)
+
+def launch_options(interpret: bool, zeros: bool = False) -> dict[str, Any]:
+    """Return the options that every kernel of Mosaic is launched with.
+
+    Args:
+      interpret: True to run in the interpreter.
+      zeros: As in `interpreter_params`.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics[SEMANTICS])
+    options: dict[str, Any] = {"compiler_params": params}
+    return options | ({"interpret": interpreter_params(zeros)} if interpret else {})
+
+
+def sums_layout() -> Any:
+    """Return the layout of the sums of Hopper's products: one f32 per register. With pairs, ptxas would serialise the
+    instructions."""
+    return private("jax.experimental.pallas.mosaic_gpu", "Layout._WGMMA_ACC_32BIT", "Hopper's kernel")
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
@@ -76,5 +125,6 @@ def is_derived(equation: Any) -> bool:
     >>> names(jax.numpy.sin), names(jax.grad(jax.numpy.sin))
     ([('sin', False)], [('sin', True), ('cos', True), ('mul', True)])
     """
+    transform = private("jax._src.source_info_util", "Transform", "the count of FLOPs")
     stack = equation.source_info.name_stack.stack
-    return any(isinstance(entry, Transform) and entry.name in ("jvp", "transpose") for entry in stack)
+    return any(isinstance(entry, transform) and entry.name in ("jvp", "transpose") for entry in stack)

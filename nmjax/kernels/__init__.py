@@ -5,7 +5,7 @@ XLA's products define what kernels compute. A kernel that does not serve a produ
 
 from nmjax.kernels.ampere import AmpereConfig as AmpereConfig
 from nmjax.kernels.blackwell import BlackwellConfig as BlackwellConfig
-from nmjax.kernels.family import Target as Target
+from nmjax.kernels.family import Blocks as Blocks, Target as Target
 from nmjax.kernels.hopper import HopperConfig as HopperConfig
 from nmjax.kernels.multiply import spmm as spmm
 from nmjax.kernels.targets import on as on, target as target

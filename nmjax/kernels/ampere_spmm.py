@@ -52,7 +52,7 @@ def spmm(
         out_type=result((batch, *sides), g.dtype, *inputs),
         grid=(batch, shape.m // config.tile_m, shape.n // config.tile_n),
         grid_names=("batch", "m", "n"),
-        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
+        **versions.launch_options(interpret),
     )
     return call(*inputs)
 

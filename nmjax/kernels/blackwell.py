@@ -31,9 +31,9 @@ class BlackwellConfig(Value):
     tile_n: int = 256
     stages: int = 2
 
-    def step(self, itemsize: int) -> int:
-        """Return the number of values along K that a step takes: 128 of 16 bits, or 256 of 8 bits."""
-        return 256 // itemsize
+    def step(self, bits: int) -> int:
+        """Return the number of values along K that a step takes: 128 of 16 bits, 256 of 8 bits, or 512 of 4 bits."""
+        return 2048 // bits
 
 
 class Blackwell(Family):
@@ -44,6 +44,7 @@ class Blackwell(Family):
     capability = "10"
     config = BlackwellConfig
     tuned_only = True
+    blocks = True
 
     def lacks(self) -> Refusal | None:
         """Ask for transposed stores."""
@@ -53,19 +54,17 @@ class Blackwell(Family):
 
     def refusal(self, shape: Shape) -> Refusal | None:
         """Ask for whole tiles."""
-        return tiles_refusal(shape, 128, 64, 256 // shape.itemsize)
+        return tiles_refusal(shape, 128, 64, 2048 // shape.bits)
 
     def config_refusal(self, shape: Shape, config: BlackwellConfig) -> Refusal | None:
         """Ask for whole tiles that fit into shared memory."""
         if config.tile_n not in (64, 128, 192, 256) or config.stages < 2:
             return Refusal(f"{config}: tile_n must be 64, 128, 192 or 256, and stages at least 2")
-        step = config.step(shape.itemsize)
+        step = config.step(shape.bits)
         refusal = division_refusal(shape, 128, config.tile_n, step)
         if refusal is not None:
             return refusal
-        ring = config.stages * (
-            128 * step * shape.itemsize // 2 + 128 * step // 8 + config.tile_n * step * shape.itemsize
-        )
+        ring = config.stages * (128 * 256 // 2 + 128 * step // 8 + config.tile_n * 256)
         return memory_refusal(config, ring + 2 * 128 * 64 * jnp.dtype(shape.out).itemsize, SHARED - BARRIERS)
 
     def candidates(self, shape: Shape, target: Target) -> list[BlackwellConfig]:

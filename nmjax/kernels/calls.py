@@ -23,7 +23,8 @@ from nmjax.core.pruner import Pruner
 from nmjax.kernels import shards, tuning
 from nmjax.kernels.activations import Activation
 from nmjax.kernels.batches import mapped
-from nmjax.kernels.family import Config, Shape, Target
+from nmjax.kernels.emulation import times_blocks
+from nmjax.kernels.family import Blocks, Config, Shape, Target
 from nmjax.kernels.format import Packed, pack, unpack
 from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, FAMILIES, Copy
 from nmjax.pruners import float8, identity
@@ -44,7 +45,7 @@ def _kernels() -> Any:
 
 
 def run(
-    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | None, *, shape: Shape, target: Target,
+    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | Blocks | None, *, shape: Shape, target: Target,
     config: Config | None = None,
 ) -> Float[Array, "*batch m n"]:  # fmt: skip
     """Compute a product by a kernel.
@@ -52,13 +53,17 @@ def run(
     Args:
       packed: The packed operand.
       b: The dense operand, with the same batch.
-      scale: A factor of the result: a number, or one for every matrix of the batch.
+      scale: A factor of the result: a number, or one for every matrix of the batch. Or the scales of blocks, on one
+        Blackwell device.
       shape: The product's shape, as `nmjax.kernels.limits.shape_of` gives it.
       target: The device.
       config: The tiles. Without it they are the best that are known. Ignored on several devices.
     """
     batch = packed.shape[:-2]
-    scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
+    if isinstance(scale, Blocks):
+        factors = [v.reshape(-1, *v.shape[-2:]) for v in scale]
+    else:
+        factors = [jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)]
     packed, b = jax.tree.map(nondifferentiable, (packed, b))
     if target.devices > 1:  # the shape may be that of one device's part
         rows, columns = packed.shape[-2:]
@@ -68,7 +73,7 @@ def run(
         config = _tiles(shape, target)
     call = _product(packed.axis, packed.order, shape, target, config, scale is not None)
     flat = lambda v: v.reshape(math.prod(batch), *v.shape[len(batch) :])
-    y = call(flat(packed.values), flat(packed.indices), flat(b), scales)
+    y = call(flat(packed.values), flat(packed.indices), flat(b), *factors)
     return y.reshape(*batch, *y.shape[1:])
 
 
@@ -95,22 +100,26 @@ def _multiply(
     """Return the product of one device as a function of values, words, the dense operand and scales."""
     config = _tiles(shape, target) if config is None else config
 
-    def call(values: jax.Array, indices: jax.Array, b: jax.Array, scales: jax.Array) -> jax.Array:
-        packed = Packed(values, indices, axis, 2, 4, order)
+    def call(values: jax.Array, indices: jax.Array, b: jax.Array, *factors: jax.Array) -> jax.Array:
+        packed, scale = Packed(values, indices, axis, 2, 4, order), None
+        if scaled:
+            scale = Blocks(*factors) if len(factors) == 2 else factors[0]
         if target.interpret and target.devices > 1:  # the interpreter does not work in a program that XLA partitions
             form = {"axis": -2 if shape.n_major else -1, "transpose": shape.transpose, "dtype": shape.out}
-            return reference(packed, b, scales if scaled else None, **form)
-        return FAMILIES[target.family].spmm(packed, b, scales if scaled else None, shape, config, target)
+            return reference(packed, b, scale, **form)
+        return FAMILIES[target.family].spmm(packed, b, scale, shape, config, target)
 
     return call
 
 
 def reference(
-    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | None = None, *, axis: int, transpose: bool,
-    dtype: DTypeLike,
+    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | Blocks | None = None, *, axis: int,
+    transpose: bool, dtype: DTypeLike,
 ) -> Float[Array, "*batch m n"]:  # fmt: skip
     """Compute by XLA what `run` computes: `unpack`, then a dense product. This is the definition of the product."""
     a = unpack(packed)
+    if isinstance(scale, Blocks):
+        (a, b), scale = map(times_blocks, (a, b), scale), None
     a, b = (v.astype(jnp.bfloat16) if v.dtype.itemsize == 1 else v for v in (a, b))
     batch = tuple(range(a.ndim - 2))
     dims = (((a.ndim + packed.axis,), (b.ndim + axis,)), (batch, batch))

@@ -8,8 +8,9 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,6 +20,31 @@ from nmjax.kernels.format import Packed
 
 SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper or Blackwell may have
 BARRIERS = 1024  # bytes that the barriers of a Hopper or Blackwell kernel take at most
+
+BLOCKS = {8: (64, "float8_e8m0fnu"), 4: (32, "float8_e4m3fn")}
+"""By the bits of a value: the values along K that share a scale in `Blocks`, and the dtype of scales."""
+
+
+class Blocks(NamedTuple):
+    """The scales of blocks of both operands of a product.
+
+    8-bit values (MXFP8) have a power of two (float8_e8m0fnu) for 64 values along K, and 4-bit values (NVFP4) a
+    float8_e4m3fn for 32. These are 32 and 16 kept values of A.
+
+    >>> import nmjax as nm
+    >>> packed = nm.pack(nm.prune(nm.mse(2, 4), jnp.ones((1, 64))).astype(jnp.float8_e4m3fn))
+    >>> half = jnp.full((1, 1), 0.5, jnp.float8_e8m0fnu)
+    >>> nm.kernels.spmm(packed, jnp.ones((1, 64), jnp.float8_e4m3fn), nm.kernels.Blocks(half, half), axis=-1)
+    Array([[8]], dtype=bfloat16)
+
+    Attributes:
+      a: ``[..., M, K / 64]`` or ``[..., M, K / 32]``.
+      b: ``[..., N, K / 64]`` or ``[..., N, K / 32]``.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
 
 Config = Any
 """The tiles of a product: the `Family.config` of the device's family."""
@@ -52,6 +78,11 @@ class Shape(Value):
         """The bytes of a value of A."""
         return jnp.dtype(self.dtype).itemsize
 
+    @property
+    def bits(self) -> int:
+        """The bits of a value of A."""
+        return jnp.finfo(self.dtype).bits
+
 
 @dataclass(frozen=True, repr=False)
 class Target(Value):
@@ -80,6 +111,7 @@ class Family(ABC):
     capability: ClassVar[str]  # the first number of their compute capability
     config: ClassVar[type]  # of its products
     fp8: ClassVar[bool] = True  # True if it has FP8 tensor cores
+    blocks: ClassVar[bool] = False  # True if a kernel takes scales of blocks, of FP8 and FP4
     tuned_only: ClassVar[bool] = False  # True if "auto" leaves it alone until tiles have been measured
     sums: ClassVar[dict[str, Config]] = {}  # tiles that differ in how exactly they add up FP8 products
 
@@ -116,7 +148,7 @@ class Family(ABC):
         return ()
 
     def spmm(
-        self, a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | None, shape: Shape,
+        self, a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | Blocks | None, shape: Shape,
         config: Config, target: Target,
     ) -> Float[Array, "batch m n"]:  # fmt: skip
         """Multiply a batch of packed matrices by a batch of dense ones.
@@ -124,7 +156,7 @@ class Family(ABC):
         Args:
           a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
           b: ``[B, N, K]``, or ``[B, K, N]``.
-          scale: Factors of the f32 sums, one for every matrix.
+          scale: Factors of the f32 sums, one for every matrix; or on Blackwell the scales of blocks.
           shape: The product of one matrix.
           config: The tiles. They fit: `config_refusal` returns None for them.
           target: The device. If it is the interpreter, instructions are emulated on a CPU.

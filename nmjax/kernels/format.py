@@ -8,7 +8,8 @@ tensor cores read 2:4 in two orders of their own. Both begin with four bits a gr
     nibble = i0 | i1 << 2            one of 0x4 0x8 0xC 0x9 0xD 0xE; a group with fewer than two non-zeros
                                      names two positions all the same, and stores their zeros
 
-``words8``, for 8-bit values: a uint32 holds eight nibbles in a row, the lowest k lowest: ``[..., M, K/32]``.
+``words8``, for 8-bit values: a uint32 holds eight nibbles in a row, the lowest k lowest: ``[..., M, K/32]``. Values of
+four bits are 4:8 of pairs: two neighbours are kept or dropped together, and their bytes are 2:4 (``[..., M, K/64]``).
 
 ``words16``, for 16-bit values: a uint32 is what one of the 128 threads of a warpgroup hands to its instruction for 64
 x 64 values of the matrix: ``[..., M/64, K/64, 128]``, 1/16 of the dense bytes. Thread ``t = 32 w + 4 g + q`` has::
@@ -30,6 +31,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Int, UInt
 
@@ -37,6 +39,7 @@ from nmjax.core import groups
 from nmjax.core.refusal import Refusal
 
 ORDERS = ("plain", "words16", "words8", "sublanes")
+FP4 = jnp.float4_e2m1fn
 NO_GROUP = 3  # the nibble of a group beyond the end
 
 
@@ -95,7 +98,7 @@ def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None
     (Array([5., 7., 0., 0.], dtype=float32), Array([1, 3, 0, 1], dtype=uint8))
 
     Args:
-      x: An array of floats. Its axis divides by m.
+      x: An array of floats. Its axis divides by m. FP4 (float4_e2m1fn) is packed 4:8 in pairs, with n=4 and m=8.
       axis: The axis of the groups.
       n: The values that are kept of a group.
       m: The length of a group, at most 256.
@@ -112,6 +115,8 @@ def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None
         `jax.jit` values cannot raise, and such a group becomes NaN.
     """
     x = jnp.asarray(x)
+    if x.dtype == FP4:
+        return _pack_pairs(x, axis, n, m, order)
     groups.check_floating(x)
     if not 1 <= n <= m or m > 256:
         raise ValueError(f"pack: {n}:{m} is not a pattern: n lies between 1 and m, and m is at most 256.")
@@ -127,6 +132,34 @@ def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None
     return packed
 
 
+def _pack_pairs(x: jax.Array, axis: int, n: int, m: int, order: str | None) -> Packed:
+    """Pack FP4 values, whose bytes are 2:4."""
+    last = x.ndim > 1 and axis in (-1, x.ndim - 1)
+    if (n, m, order or "words8") != (4, 8, "words8") or not last or x.shape[-1] % 64:
+        raise ValueError(
+            f"pack: FP4 is packed in pairs, 4:8 along the last axis of at least two, which divides by 64, in the order "
+            f"'words8': got shape {x.shape}, axis={axis}, n={n}, m={m}, order={order!r}. Write axis=-1, n=4, m=8."
+        )
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("pack: FP4 has no NaN that could mark groups with too many non-zeros: pack it outside jax.jit.")
+    packed, crowded = _pack(_bytes(jnp.where(x == 0, jnp.zeros((), FP4), x)), x.ndim - 1, 2, 4, "words8")
+    if crowded.any():
+        raise ValueError(
+            f"pack: {int(crowded.sum())} of {crowded.size} groups of 8 along axis -1 of an array of shape {x.shape} "
+            "hold more than two pairs with a non-zero. Prune it first, as nm.prune(nm.pairs(nm.mse(2,4)), x)."
+        )
+    return Packed(_values(packed.values), packed.indices, -1, 4, 8, "words8")
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    """Return the bytes of pairs of FP4 values."""
+    return lax.bitcast_convert_type(groups.split(x, -1, 2), jnp.uint8)
+
+
+def _values(pairs: jax.Array) -> jax.Array:
+    return groups.unsplit(lax.bitcast_convert_type(pairs, FP4), -1)
+
+
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _pack(x: jax.Array, axis: int, n: int, m: int, order: str) -> tuple[Packed, Bool[Array, "..."]]:
     """Return the packed array, and the groups that have too many non-zeros."""
@@ -134,7 +167,7 @@ def _pack(x: jax.Array, axis: int, n: int, m: int, order: str) -> tuple[Packed, 
     crowded = jnp.sum(split.astype(bool), axis + 1, dtype=jnp.int32) > n
     kept = groups.top_of(split.astype(bool).astype(jnp.int32), axis + 1, n)  # non-zeros, then the first zeros
     values, places = _gathered(split, kept, axis + 1, n)
-    nan = jnp.array(jnp.nan, x.dtype)
+    nan = jnp.array(0 if x.dtype == jnp.uint8 else jnp.nan, x.dtype)
     values = groups.unsplit(jnp.where(jnp.expand_dims(crowded, axis + 1), nan, values), axis)
     if order == "plain":
         return Packed(values, groups.unsplit(places.astype(jnp.uint8), axis), axis - x.ndim, n, m, order), crowded
@@ -162,6 +195,8 @@ def unpack(packed: Packed) -> jax.Array:
 
 @jax.jit
 def _unpack(packed: Packed) -> jax.Array:
+    if packed.dtype == FP4:
+        return _values(_unpack(Packed(_bytes(packed.values), packed.indices, packed.axis, 2, 4, packed.order)))
     axis = packed.values.ndim + packed.axis
     values = groups.split(packed.values, axis, packed.n)
     if packed.order == "plain":

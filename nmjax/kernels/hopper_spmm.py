@@ -34,7 +34,7 @@ from nmjax.kernels.format import Packed
 from nmjax.kernels.hopper import HopperConfig
 from nmjax.kernels.hopper_geometry import Geometry, Ref
 
-_ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 per register: with pairs, ptxas would serialise the WGMMAs
+_ACC = versions.sums_layout()
 
 
 def spmm(
@@ -62,7 +62,7 @@ def spmm(
         cluster_names=("cluster",),
         num_threads=g.warpgroups + 1,
         thread_name="wg",
-        **({"interpret": versions.interpreter_params(zeros=g.beyond)} if interpret else {}),
+        **versions.launch_options(interpret, zeros=g.beyond),
     )
     y = call(*inputs)
     if interpret:

@@ -32,10 +32,11 @@ class Swizzled(NamedTuple):
     transforms: tuple[Any, ...]
 
 
-def swizzled(values: int, itemsize: int) -> Swizzled:
+def swizzled(values: int, itemsize: float) -> Swizzled:
     """Return the layout of rows of so many values in shared memory."""
-    swizzle = plgpu.find_swizzle(values * itemsize * 8)
-    return Swizzled(swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)))
+    bits = int(8 * itemsize)
+    swizzle = plgpu.find_swizzle(values * bits)
+    return Swizzled(swizzle, (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)))
 
 
 def _i32() -> ir.Type:

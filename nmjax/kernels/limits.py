@@ -57,9 +57,10 @@ def product_refusal(shape: Shape, target: Target, config: Config | None = None) 
         return Refusal(f"{sizes}: it is empty")
     if shape.out not in ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"):
         return Refusal(f"the result is {shape.out}, which no kernel writes")
-    if shape.dtype not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-        return Refusal(f"{shape.dtype}: kernels take bfloat16, float16 and 8-bit floats")
     family = FAMILIES[target.family]
+    fp4 = ("float4_e2m1fn",) * family.blocks
+    if shape.dtype not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", *fp4):
+        return Refusal(f"{shape.dtype}: kernels take bfloat16, float16 and 8-bit floats{', and FP4' * len(fp4)}")
     if shape.itemsize == 1 and not family.fp8:
         return Refusal(f"there is no kernel for FP8 sparse products on {target.kind}")
     if shape.itemsize == 1 and (shape.m_major or shape.n_major):
@@ -77,8 +78,8 @@ def operands_refusal(packed: Packed, b: jax.Array) -> Refusal | None:
     """Return the reason why no kernel reads two operands of a product, whatever their shapes, or None."""
     if packed.order == "plain":
         return Refusal(f"{packed.dtype.name} {packed.shape} is packed in plain order, which tensor cores do not read")
-    wide = packed.dtype.itemsize == 2
-    if (wide and b.dtype != packed.dtype) or (not wide and b.dtype.itemsize != 1):
+    bits = [jnp.finfo(v.dtype).bits for v in (packed, b)]
+    if bits[0] != bits[1] or (bits[0] == 16 and b.dtype != packed.dtype):
         return Refusal(
             f"the operands are {packed.dtype.name} and {b.dtype.name}: "
             "both must have the same 16-bit dtype, or both an 8-bit dtype"

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, check, tuning
-from nmjax.kernels.family import Config, Shape, Target
+from nmjax.kernels.family import BLOCKS, Blocks, Config, Shape, Target
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import (
     FAMILIES,
@@ -22,7 +22,8 @@ from nmjax.kernels.tpu import Pruning
 
 
 def spmm(
-    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | None = None, *, axis: int = -2,
+    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | Blocks | None = None, *,
+    axis: int = -2,
     transpose: bool = False, dtype: DTypeLike | None = None, backend: str = "auto", config: Config | None = None,
 ) -> Float[Array, "*batch m n"]:  # fmt: skip
     """Multiply a packed array by a dense one.
@@ -48,7 +49,9 @@ def spmm(
     Args:
       packed: ``[..., M, K]`` packed along its last axis, or ``[..., K, M]`` packed along the one before it.
       b: ``[..., K, N]``, or ``[..., N, K]`` with ``axis=-1``. Its batch is that of ``packed``.
-      scale: A factor of the result: a number, or an array with one number for every matrix of the batch.
+      scale: A factor of the result: a number, or an array with one number for every matrix of the batch. Or, of 8- and
+        4-bit operands along K, the `nmjax.kernels.Blocks` of both. Blackwell's kernel takes these with
+        ``backend="pallas"``.
       axis: The axis of ``b`` that is contracted, -1 or -2.
       transpose: If True, return ``[..., N, M]``.
       dtype: The dtype of the result. Without it, that of ``packed``, or bfloat16 for 8-bit values.
@@ -66,7 +69,9 @@ def spmm(
     """
     _check_operands(packed, b, axis)
     b = jnp.asarray(b)
-    if scale is not None and jnp.shape(scale) not in ((), b.shape[:-2]):
+    if isinstance(scale, Blocks):
+        _check_blocks(packed, b, axis, scale)
+    elif scale is not None and jnp.shape(scale) not in ((), b.shape[:-2]):
         raise ValueError(f"spmm: scale is a number, or has the batch's shape {b.shape[:-2]}, got {jnp.shape(scale)}.")
     kinds = tuple(family.config for family in FAMILIES.values())
     if config is not None and not isinstance(config, kinds):
@@ -77,7 +82,9 @@ def spmm(
         dtype = packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16
     shape = shape_of(packed, b, axis, transpose, dtype)
     target = _serving(packed, b, shape, backend, config)
-    if isinstance(target, Pruning):
+    if not isinstance(target, Refusal) and (isinstance(scale, Blocks) or shape.bits == 4):
+        target = _of_blocks(target, backend, scale)
+    if isinstance(target, Pruning) and not isinstance(scale, Blocks):
         return target.multiply(packed, b, scale, shape)
     if isinstance(target, Target):
         return calls.run(packed, b, scale, shape=shape, target=target, config=config)
@@ -107,6 +114,35 @@ def _check_operands(packed: Packed, b: jax.Array, axis: int) -> None:
             f"spmm: {left} does not multiply {right}: "
             f"their axes have {lengths[0]} and {lengths[1]} values, their batches are {batches[0]} and {batches[1]}."
         )
+
+
+def _check_blocks(packed: Packed, b: jax.Array, axis: int, scale: Blocks) -> None:
+    bits = {jnp.finfo(v.dtype).bits for v in (packed, b)}
+    size, kind = BLOCKS.get(min(bits), BLOCKS[8])
+    if packed.axis != -1 or axis != -1 or bits not in ({8}, {4}) or b.shape[-1] % size:
+        raise ValueError(
+            f"spmm: blocks with scales lie along the last axis of two 8-bit or two 4-bit operands, and {size} divides "
+            f"it, got {packed.dtype.name} {packed.shape} packed along axis {packed.axis}, and {b.dtype.name} {b.shape} "
+            f"along axis {axis}."
+        )
+    wanted = tuple((*v.shape[:-1], v.shape[-1] // size) for v in (packed, b))
+    found, kinds = tuple(v.shape for v in scale), {v.dtype.name for v in scale}
+    if found != wanted or kinds != {kind}:
+        raise ValueError(
+            f"spmm: the scales of blocks are {kind} of shapes {wanted[0]} and {wanted[1]}, got "
+            f"{' and '.join(sorted(kinds))} of {found[0]} and {found[1]}."
+        )
+
+
+def _of_blocks(target: Target | Pruning, backend: str, scale: Any) -> Target | Refusal:
+    """Return a device whose kernel takes scales of blocks, or why there is none."""
+    if not isinstance(target, Target) or not FAMILIES[target.family].blocks or target.devices > 1:
+        return Refusal("only Blackwell's kernels take scales of blocks, on one device")
+    if not isinstance(scale, Blocks):
+        return Refusal("FP4 products need the scales of blocks: pass nm.kernels.Blocks(...) as scale")
+    if backend == "auto":
+        return Refusal("the kernel with scales of blocks has not run on hardware: write backend='pallas' to use it")
+    return target
 
 
 def _serving(

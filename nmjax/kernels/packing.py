@@ -187,8 +187,10 @@ def call(
     def nm_pack(*refs: Ref) -> None:  # the name that profilers show
         body(tuple(lax.axis_index(name) for name in names), *refs)
 
-    options = {"grid": grid, "grid_names": names, "num_threads": 1, "thread_name": "wg"}
-    return plgpu.kernel(nm_pack, out_type=tuple(outputs), **options)(*inputs)
+    return plgpu.kernel(
+        nm_pack, out_type=tuple(outputs), grid=grid, grid_names=names, num_threads=1, thread_name="wg",
+        **versions.launch_options(False),
+    )(*inputs)  # fmt: skip
 
 
 def store(ref: Ref, value: jax.Array, emulated: bool) -> None:

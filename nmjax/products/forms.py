@@ -164,8 +164,8 @@ def _form_request(
     """Return the form that a product needs of an operand, and the array that it is made from.
 
     If the kernel can apply the pruner, the form is made from the array that the slot prunes; otherwise from the array
-    that XLA pruned. The kernel rounds an FP8 form. If the slot ends in `fp8` but the form has 16 bits, XLA simulates
-    the rounding."""
+    that XLA pruned. The kernel rounds an FP8 form. If the slot ends in `fp8` or `fp4` but the form has 16 bits, XLA
+    simulates the rounding."""
     route, slot = routes[product], sparsity.slots[OPERANDS[product][operand.name]]
     packed = route.how == "packed" and route.operand == operand.name
     format = dict(route.formats).get(operand.name)

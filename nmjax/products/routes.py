@@ -32,7 +32,7 @@ from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity, whole_rows
-from nmjax.pruners.float8 import FORMATS
+from nmjax.pruners.float8 import FORMATS, fp8
 from nmjax.pruners.whole_rows import rows
 
 
@@ -296,7 +296,7 @@ def _compacted(product: str, case: Case) -> Route | Refusal | None:
     if p.facts.pattern[1] != p.facts.block:
         return Refusal(f"{slot} has groups of different sizes")
     if slot.storage is not None:
-        return Refusal(f"{slot} is rounded to FP8")
+        return Refusal(f"{slot} is rounded to {type(slot.storage).__name__.upper()}")
     refusal = compaction.operation_refusal(case.op, case.lhs, case.rhs, product, operand)
     if refusal is not None:
         return refusal
@@ -320,7 +320,7 @@ def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None])
             return Route("emulated", f"{operand} is {p[0]}:{p[1]}, but sparse tensor cores support only 2:4")
         if slot.core == identity and slot.storage is None and not slot.raw:
             continue  # a phase in which nothing is pruned
-        if slot.pruner.facts.block > 1:
+        if slot.applied.facts.block > 1:
             return Route("emulated", f"{slot} is not 2:4 at every step")
         if not slot.empty:
             return Route("emulated", f"{slot} leaves {operand} dense")
@@ -346,7 +346,7 @@ def pattern(sparsity: Sparsity, slot: Slot) -> Pattern | None:
 
 def _formats(slots: Mapping[str, Slot]) -> tuple[tuple[str, str], ...]:
     """Return the FP8 formats of both operands; empty if one is not held in FP8."""
-    formats = [(operand, slot.storage.format) for operand, slot in slots.items() if slot.storage is not None]
+    formats = [(operand, slot.storage.format) for operand, slot in slots.items() if isinstance(slot.storage, fp8)]
     return tuple(formats) if len(formats) == 2 else ()
 
 

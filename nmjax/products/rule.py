@@ -3,12 +3,13 @@
 It serves dots, einsums, convolutions and grouped products. Autodiff differentiates through the forward pruners, with
 their own gradient rules. Backward slots are never differentiated. If a backward slot of x or w is empty, its product
 uses the operand that the forward slot pruned. A pruner there prunes that operand again. ``raw(p)`` prunes the original
-operand. An `fp8` at the end of a slot is its storage format. Each product rounds its own operands, after pruning.
+operand. An `fp8` or `fp4` at the end of a slot is its storage format. Each product rounds its own operands, after
+pruning.
 
-`jax.jvp` works if all backward slots are empty, no slot ends in `fp8`, and no kernel computes dx or dw. A kernel may
-compute y. Otherwise the products have a custom_vjp, and `jax.jvp` raises an error. Second derivatives then raise an
-error too, if any backward slot is filled, if a kernel computes any of the products, or if one is compacted. `sr_ste`
-always has a custom_vjp of its own.
+`jax.jvp` works if all backward slots are empty, no slot ends in `fp8` or `fp4`, and no kernel computes dx or dw. A
+kernel may compute y. Otherwise the products have a custom_vjp, and `jax.jvp` raises an error. Second derivatives then
+raise an error too, if any backward slot is filled, if a kernel computes any of the products, or if one is compacted.
+`sr_ste` always has a custom_vjp of its own.
 
 Random numbers depend on key, step, slot and group. The same key gives new numbers at another step. A product that is
 traced once and run many times with one key and step, under `jax.vmap` or as a tied layer, uses the same numbers each

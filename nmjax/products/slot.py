@@ -15,16 +15,16 @@ Every slot prunes along the contraction axis of its own product, so no axis has 
 A slot is put in normal form once, when its `Sparsity` is created. Products, kernels, FLOPs and plans read the `Slot`;
 none of them looks inside a pruner. Each combinator defines its normal form in its method `normal_form`.
 
-Who rounds to FP8, and when:
+Who rounds to FP8 and FP4, and when:
 
-- An `fp8` at the end of a slot is the slot's storage (see ``normal_form`` of `fp8`, `chain` and `raw`). An empty slot
-  has none.
-- A product can run in FP8 if both of its operands have a storage, for dx those of ``dx_g`` and ``dx_w``
+- An `fp8` or `fp4` at the end of a slot is the slot's storage (see ``normal_form`` of `fp8`, `chain` and `raw`). An
+  empty slot has none.
+- A product can run in FP8 if both of its operands are stored in FP8, for dx those of ``dx_g`` and ``dx_w``
   (``routes._formats``). It does if the device, the layout, the dtypes and the backend allow it (``routes._route``).
 - In FP8, the kernel that makes a form rounds it: `nmjax.products.forms` asks for it, `nmjax.kernels.tiles` does it.
-- Otherwise XLA simulates the rounding: of forward operands in ``rule._stored``; of backward operands in
-  ``rule.pruned_product_backward``, which calls the slot's pruner, and that ends in the `fp8`; of 16-bit forms in
-  ``forms._form_request``.
+- Otherwise, and of FP4 always, XLA simulates the rounding: of forward operands in ``rule._stored``; of backward
+  operands in ``rule.pruned_product_backward``, which calls the slot's pruner, and that ends in the storage; of 16-bit
+  forms in ``forms._form_request``.
 - Random rounding is allowed for backward operands only (``_check_slot``).
 """
 
@@ -38,6 +38,7 @@ from nmjax.core.paths import follow
 from nmjax.core.pruner import NormalForm, Pattern, Pruner
 from nmjax.core.value import told
 from nmjax.pruners import identity
+from nmjax.pruners.float4 import fp4
 from nmjax.pruners.float8 import fp8
 
 FORWARD = ("y_x", "y_w")
@@ -77,10 +78,10 @@ class Slot:
         return self.form.applied
 
     @property
-    def storage(self) -> fp8 | None:
-        """The `fp8` to which the product rounds the operand. None if the operand keeps its dtype."""
+    def storage(self) -> fp8 | fp4 | None:
+        """The `fp8` or `fp4` to which the product rounds the operand. None if the operand keeps its dtype."""
         storage = self.form.storage
-        assert storage is None or isinstance(storage, fp8)
+        assert storage is None or isinstance(storage, fp8 | fp4)
         return storage
 
     @property
@@ -116,9 +117,9 @@ def as_slot(name: str, pruner: Any) -> Slot:
     _check_pruner(name, pruner)
     slot = Slot(name, pruner, pruner.normal_form())
     storage = slot.form.storage
-    if storage is not None and not isinstance(storage, fp8):
+    if storage is not None and not isinstance(storage, fp8 | fp4):
         raise TypeError(
-            f"{slot}: {type(pruner).__name__}.normal_form gives {storage} as its storage, which is not an fp8."
+            f"{slot}: {type(pruner).__name__}.normal_form gives {storage} as its storage, which is no fp8 or fp4."
         )
     _check_slot(slot)
     return slot
@@ -153,7 +154,7 @@ def _check_slot(slot: Slot) -> None:
     if forward and slot.storage is not None and slot.storage.facts.stochastic:
         raise ValueError(
             f"{slot}: a forward operand is rounded to nearest, because several products must see the same value. "
-            f"Random rounding is for gradients, in dx_g and dw_g. Here write fp8({slot.storage.format!r})."
+            f"Random rounding is for gradients, in dx_g and dw_g. Here write {slot.storage.final}."
         )
     if forward and p.facts.stochastic and not p.facts.noise_in_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")

@@ -6,11 +6,13 @@ knows it. A pruner outside this repository needs none of these: a text has it as
 
 from nmjax.pruners.combinators import chain, raw, rescale
 from nmjax.pruners.estimators import decay, sr_ste, ste
+from nmjax.pruners.float4 import fp4
 from nmjax.pruners.float8 import fp8
 from nmjax.pruners.in_stages import stage, stages
 from nmjax.pruners.input_norms import ria, wanda
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
+from nmjax.pruners.pairs_of_values import pairs
 from nmjax.pruners.random_choice import uniform
 from nmjax.pruners.remembering import hold, permute
 from nmjax.pruners.soft_threshold import soft
@@ -22,12 +24,14 @@ from nmjax.pruners.whole_rows import rows
 __all__ = [
     "chain",
     "decay",
+    "fp4",
     "fp8",
     "hold",
     "identity",
     "mse",
     "mvue",
     "mvue_approx",
+    "pairs",
     "permute",
     "raw",
     "rescale",

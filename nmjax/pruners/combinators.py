@@ -70,7 +70,7 @@ class chain(ByParts):
         return min((p.kept(step, across) for p in self._deciding), default=1.0)
 
     def normal_form(self) -> NormalForm:
-        """Return the normal form. An `fp8` at the end is the storage. If exactly one other part prunes, it is
+        """Return the normal form. An `fp8` or `fp4` at the end is the storage. If exactly one other part prunes, it is
         the core."""
         if not self.parts:
             return NormalForm(core=identity, applied=self)

@@ -155,8 +155,8 @@ def _meaningless(p: Pruner) -> str | None:
         return f"{p} prunes along two axes, and the norms of rows have one. Write rows(mse(2,4))."
     if p.facts.reorders:
         return f"{p} changes the order of the groups, and rows needs consecutive ones. Write rows(mse(2,4))."
-    if p.normal_form().storage is not None:
-        return "fp8 rounds values, and norms are not rounded. Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))."
+    if (storage := p.normal_form().storage) is not None:
+        return f"{storage} rounds values, and norms are not rounded. Round the rows: chain(rows(mse(2,4)),{storage})."
     if needs_norms(p):
         return f"{p} reads norms of the inputs, which rows has not. Write rows(mse(2,4))."
     if has_rows(p):

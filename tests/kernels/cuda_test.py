@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -17,7 +18,18 @@ import nmjax as nm
 from experiments.bench import machine_code
 from experiments.bench.silicon import rows
 from nmjax.core import versions
-from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, activations, packing, tiles, tuning
+from nmjax.kernels import (
+    AmpereConfig,
+    BlackwellConfig,
+    Blocks,
+    HopperConfig,
+    Target,
+    activations,
+    packing,
+    tiles,
+    tuning,
+)
+from nmjax.kernels.family import BLOCKS
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Shape, config_refusal, family_of
 from nmjax.pruners import identity, mse, mvue, soft, transposable
@@ -36,7 +48,7 @@ def operands(of):
     """Shapes of packed A and of B."""
     m, n, k, dtype, wide = of.m, of.n, of.k, jnp.dtype(of.dtype), of.itemsize == 2
     values = shape(1, *((k // 2, m) if of.m_major else (m, k // 2)), dtype=dtype)
-    words = shape(1, *((m // 64, k // 64, 128) if wide else (m, k // 32)), dtype=jnp.uint32)
+    words = shape(1, *((m // 64, k // 64, 128) if wide else (m, k * of.bits // 256)), dtype=jnp.uint32)
     packed = Packed(values, words, -2 if of.m_major else -1, 2, 4, "words16" if wide else "words8")
     return packed, shape(1, *((k, n) if of.n_major else (n, k)), dtype=dtype)
 
@@ -73,6 +85,33 @@ def test_products_lower_in_every_layout(config, kind, layout, instruction):
     if isinstance(config, AmpereConfig) and not versions.has_warp_products():
         pytest.skip("this jax has no layouts for Ampere's instructions")
     assert instruction in lowered(*product(config, kind, layout))
+
+
+def kernels_of_all_kinds() -> dict:
+    """Return one kernel of each kind that this jax can lower."""
+    found = {
+        "hopper": product(HopperConfig(), layout=(True, False, True)),
+        "hopper in FP8": product(HopperConfig(tile_n=128, promote=True), "float8_e4m3fn", (False, False, True)),
+        "packing": producer("mvue(2,4) along -2"),
+        "packing in FP8": producer("g of S-STE in FP8"),
+    }
+    if versions.has_warp_products():
+        found["ampere"] = product(AmpereConfig(), layout=(True, True, True))
+    if versions.stores_transposed():
+        found["blackwell"] = product(BlackwellConfig(), layout=(True, True, True))
+    return found
+
+
+@pytest.mark.parametrize("name", ["hopper", "hopper in FP8", "packing", "packing in FP8", "ampere", "blackwell"])
+def test_each_kind_of_kernel_states_its_semantics_and_lowers_by_both(name, monkeypatch):
+    if name not in kernels_of_all_kinds():
+        pytest.skip("this jax cannot lower it")
+    text = {}
+    for semantics in ("Lane", "Warpgroup"):
+        monkeypatch.setattr(versions, "SEMANTICS", semantics)
+        text[semantics] = lowered(*kernels_of_all_kinds()[name])
+    monkeypatch.undo()
+    assert lowered(*kernels_of_all_kinds()[name]) == text["Lane"] != text["Warpgroup"]
 
 
 def test_too_much_shared_memory_is_refused_before_it_is_compiled():
@@ -124,6 +163,10 @@ TARGETS = {  # by family: what the compiler is told, and the architecture that M
         machine_code.TARGET.replace("major: 9", "major: 10").replace("9.0a", "10.0a").replace("H200", "B200"),
         (10, 0),
     ),
+    "blackwell ultra": (
+        machine_code.TARGET.replace("major: 9", "major: 10 minor: 3").replace("9.0a", "10.3a").replace("H200", "B300"),
+        (10, 3),
+    ),
 }
 
 COMPILE = """
@@ -132,7 +175,9 @@ COMPILE = """
     warnings.simplefilter("ignore")
     sys.path.insert(0, {root!r})
     from experiments.bench import machine_code
+    from nmjax.core import versions
     from tests.kernels import cuda_test
+    versions.SEMANTICS = {semantics!r}
     machine_code.dump(getattr(cuda_test, {programs!r})(), Path({out!r}), *cuda_test.TARGETS[{family!r}])
 """
 
@@ -259,7 +304,7 @@ MOST |= {name: 47 for name in MOST if name.startswith((f"{transposable(2, 4)} al
 @compiled
 def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
-    run = apart(COMPILE, out=str(tmp_path), family="hopper", programs="programs")
+    run = apart(COMPILE, out=str(tmp_path), family="hopper", programs="programs", semantics=versions.SEMANTICS)
     for name in programs():
         text = without_spills(tmp_path / name)
         if name in PRODUCERS:
@@ -292,21 +337,65 @@ def programs_of_blackwell() -> dict:
         f"{kind} in FP8": (Shape(SIZE, SIZE, SIZE, kind, transpose=True), {})
         for kind in ("float8_e4m3fn", "float8_e5m2")
     }
-    return {name: product_of(of, BlackwellConfig(**cut)) for name, (of, cut) in cuts.items()}
+    return {name: product_of(of, BlackwellConfig(**cut)) for name, (of, cut) in cuts.items()} | of_blocks()
+
+
+def of_blocks() -> dict:
+    """Return Blackwell's products with scales of blocks, in tiles that fill blocks of 128 rows and in others."""
+    found = {}
+    for kind, (n, stages) in itertools.product(("float8_e4m3fn", "float4_e2m1fn"), ((256, 2), (192, 2), (64, 4))):
+        of = Shape(768, 768, SIZE, kind)
+        size, scale = BLOCKS[of.bits]
+        multiply, a, b, _ = product_of(of, BlackwellConfig(n, stages))
+        scales = [shape(1, 768, SIZE // size, dtype=scale)] * 2
+        found[f"{kind} in FP{of.bits}, {n} wide"] = in_blocks(multiply), a, b, *scales
+    return found
+
+
+def in_blocks(multiply):
+    return lambda a, b, of_a, of_b: multiply(a, b, Blocks(of_a, of_b))
+
+
+def programs_of_blackwell_ultra() -> dict:
+    """Return a product of each kind."""
+    wide, narrow = product(BlackwellConfig(), layout=(True, True, True)), product(BlackwellConfig(), "float8_e4m3fn")
+    return {"16 bits": wide, "FP8": narrow} | of_blocks()
+
+
+@pytest.mark.processes
+@compiled
+def test_each_kind_of_kernel_compiles_by_the_other_semantics(tmp_path):
+    """For Hopper, whose assembler knows Ampere's instruction too. By its own semantics each is compiled below."""
+    apart(COMPILE, out=str(tmp_path), family="hopper", programs="kernels_for_hopper", semantics="Warpgroup")
+    for name in kernels_for_hopper():
+        without_spills(tmp_path / name)
+
+
+def kernels_for_hopper() -> dict:
+    """Return those of `kernels_of_all_kinds` that Hopper runs, without the largest."""
+    return {k: v for k, v in kernels_of_all_kinds().items() if k not in ("blackwell", "packing in FP8")}
 
 
 @pytest.mark.processes
 @compiled
 @pytest.mark.skipif(not versions.stores_transposed(), reason="this jax stores no transposed results on Blackwell")
-def test_blackwell_compiles_to_sparse_instructions(tmp_path):
-    options = {"family": "blackwell", "programs": "programs_of_blackwell"}
-    apart(COMPILE, out=str(tmp_path), **options)
-    for name in programs_of_blackwell():
+@pytest.mark.parametrize(
+    ("family", "architecture", "programs"),
+    [("blackwell", "sm_100a", programs_of_blackwell), ("blackwell ultra", "sm_103a", programs_of_blackwell_ultra)],
+)
+def test_blackwell_compiles_to_sparse_instructions(tmp_path, family, architecture, programs):
+    apart(COMPILE, out=str(tmp_path), family=family, programs=programs.__name__, semantics=versions.SEMANTICS)
+    for name in programs():
         text = without_spills(tmp_path / name)
         ptx = "".join(p.read_text() for p in (tmp_path / name).glob("*.ptx"))
-        assert f"tcgen05.mma.sp.cta_group::1.kind::{'f8f6f4' if 'FP8' in name else 'f16'}" in ptx
+        assert f".target {architecture}" in ptx
+        of_blocks = {"FP8": "mxf8f6f4.block_scale.scale_vec::1X", "FP4": "mxf4nvf4.block_scale.scale_vec::4X"}
+        plain = {"FP8": "f8f6f4", "16 bits": "f16"}
+        bits = next((bits for bits in ("FP8", "FP4") if bits in name), "16 bits")
+        assert f"tcgen05.mma.sp.cta_group::1.kind::{(of_blocks if 'wide' in name else plain)[bits]} " in ptx
         if machine_code.disassembler():
-            assert text["sass"].count("UTCQMMA" if "FP8" in name else "UTCHMMA") >= 4, name
+            instruction = {"FP8": "UTCQMMA", "FP4": "UTCOMMA", "16 bits": "UTCHMMA"}[bits]
+            assert text["sass"].count(instruction) >= 4, name
 
 
 @pytest.mark.processes

@@ -1,17 +1,21 @@
 """Packed products of interpreted kernels, compared with float64: families x layouts x dtypes, and what is special."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import nmjax as nm
 from nmjax.core import versions
-from nmjax.kernels import AmpereConfig, BlackwellConfig, HopperConfig, Target, blackwell_spmm, tuning
+from nmjax.kernels import AmpereConfig, BlackwellConfig, Blocks, HopperConfig, Target, blackwell_spmm, calls, tuning
+from nmjax.kernels.family import BLOCKS
 from nmjax.kernels.limits import FAMILIES, Shape, config_refusal, family_of, product_refusal
+from nmjax.kernels.multiply import _of_blocks
 from nmjax.products.operations import as_dot
 from nmjax.products.routes import explain
 from tests.kernels.format_test import two_of_four
@@ -86,6 +90,98 @@ def test_families_in_fp8(family, kinds):
     config, (m, n, k) = SMALL[family]
     of = Shape(m, n, 2 * k, f"float8_{kinds[0]}", transpose=kinds[0] != kinds[1])
     multiplies(of, config, f"float8_{kinds[1]}", batch=2)
+
+
+FP4 = "float4_e2m1fn"
+
+
+def blocks_of(of, batch, seed=0):
+    """Scales of blocks of A and of B: powers of two, or any numbers for FP4."""
+    rng, (size, kind) = np.random.default_rng(seed + 20), BLOCKS[of.bits]
+    power = lambda dims: 2.0 ** (rng.integers(-4, 5, dims) if of.bits == 8 else rng.uniform(-4, 4, dims))
+    return Blocks(*(jnp.asarray(power((batch, rows, of.k // size)), kind) for rows in (of.m, of.n)))
+
+
+def in_blocks(of, other=None, batch=2):
+    """Packed A, B, the scales of their blocks, and A @ B times the scales in float64."""
+    if of.dtype == FP4:
+        rng = np.random.default_rng(3)
+        a, b = (jnp.asarray(2 * rng.standard_normal((batch, rows, of.k)), jnp.bfloat16) for rows in (of.m, of.n))
+        packed, b = nm.pack(nm.prune(nm.pairs(nm.mse(2, 4)), a).astype(FP4), n=4, m=8), b.astype(FP4)
+    else:
+        packed, b, _ = operands(of, other, batch)
+    blocks, double = blocks_of(of, batch), lambda v: np.asarray(v.astype(jnp.float32), np.float64)
+    a_scale, b_scale = (np.repeat(double(v), BLOCKS[of.bits][0], -1) for v in blocks)
+    wanted = (double(nm.unpack(packed)) * a_scale) @ np.swapaxes(double(b) * b_scale, -1, -2)
+    return packed, b, blocks, wanted
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", FP4])
+@pytest.mark.parametrize(("n", "stages"), [(64, 2), (192, 2)])
+def test_blackwell_with_scales_of_blocks(n, stages, dtype):
+    of = Shape(256, 2 * n, 1536, dtype, transpose=n == 192, out="float32")
+    packed, b, blocks, wanted = in_blocks(of, "float8_e5m2")
+    config, target = BlackwellConfig(n, stages), Target("interpreter", "blackwell", 2, True)
+    assert config_refusal(of, config) is None
+    check(calls.run(packed, b, blocks, shape=of, target=target, config=config), wanted, of.transpose)
+
+
+def test_the_scales_of_blocks_lie_as_jax_says():
+    """As in the documentation of ``async_copy_scales_smem_to_tmem``."""
+    rows, blocks = 256, 8
+    scales = jnp.arange(rows * blocks).reshape(1, rows, blocks)
+    wanted = scales.reshape(rows // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
+    made = blackwell_spmm.scales_of(scales, 256)[0]
+    np.testing.assert_array_equal(made, wanted.reshape(rows // 128, blocks // 4, 32, 16))
+    narrow = blackwell_spmm.scales_of(scales, 64)  # each tile fills the first half of 128 rows
+    for tile in range(4):
+        for at in range(2):
+            back = blackwell_spmm._scales_back(narrow[0, tile : tile + 1, at : at + 1], 64)
+            np.testing.assert_array_equal(back, scales[0, 64 * tile : 64 * tile + 64, 4 * at : 4 * at + 4])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", FP4])
+def test_scales_of_blocks_by_xla_and_what_is_refused(dtype):
+    of = Shape(128, 64, 256, dtype, out="float32")
+    packed, b, blocks, wanted = in_blocks(of, batch=1)
+    multiply = partial(nm.kernels.spmm, axis=-1, dtype=jnp.float32)
+    check(multiply(packed, b, blocks), wanted, False)
+    size, kind = BLOCKS[of.bits]
+    for wrong, message in (
+        (Blocks(blocks.b, blocks.a), rf"are {kind} of .* got {kind} of \(1, 64, {256 // size}\) and \(1, 128"),
+        (Blocks(*(v.astype(jnp.float32) for v in blocks)), f"are {kind} of .* got float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            multiply(packed, b, wrong)
+    with pytest.raises(ValueError, match="blocks with scales lie along the last axis of two 8-bit or two 4-bit"):
+        nm.kernels.spmm(packed, b.mT, blocks)
+    with pytest.raises(ValueError, match="kernels take"):
+        multiply(packed, b, blocks, backend="interpret")
+    assert _of_blocks(B200, "pallas", blocks) == B200
+    assert "write backend='pallas'" in str(_of_blocks(B200, "auto", blocks))
+    assert "only Blackwell's kernels" in str(_of_blocks(H200, "pallas", blocks))
+    assert "need the scales of blocks" in str(_of_blocks(B200, "pallas", None))
+
+
+def test_fp4_is_packed_in_pairs_and_back():
+    codes = np.random.default_rng(0).integers(0, 16, (4, 128)).astype(np.uint8)  # all values, and both zeros
+    x = jnp.asarray(codes.view(ml_dtypes.float4_e2m1fn))
+    pruned = jnp.where(nm.pairs(nm.mse(2, 4)).mask(x.astype(jnp.float32)), x, jnp.zeros((), x.dtype))
+    packed = nm.pack(pruned, n=4, m=8)
+    assert (packed.shape, packed.values.shape, packed.indices.shape) == (x.shape, (4, 64), (4, 2))
+    assert (nm.unpack(packed) == pruned).all()
+    pairs = np.asarray(pruned.astype(jnp.float32)).reshape(4, 16, 4, 2).any(-1)
+    for row, group in np.ndindex(4, 16):
+        nibble = int(packed.indices[row, group // 8]) >> 4 * (group % 8) & 15
+        assert nibble & 3 < nibble >> 2
+        assert not pairs[row, group][[i for i in range(4) if i not in (nibble & 3, nibble >> 2)]].any()
+    with pytest.raises(ValueError, match="Write axis=-1, n=4, m=8"):
+        nm.pack(pruned)
+    with pytest.raises(ValueError, match="more than two pairs with a non-zero"):
+        nm.pack(jnp.ones((2, 64), x.dtype), n=4, m=8)
+    with pytest.raises(TypeError, match=r"pack it outside jax\.jit"):
+        jax.jit(lambda x: nm.pack(x, n=4, m=8).values)(pruned)
 
 
 CONFIGS = {

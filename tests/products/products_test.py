@@ -458,6 +458,7 @@ def test_forward_noise_wants_a_key_of_every_call():
     [
         *(("dw_g", p) for p in ("mvue(2,4)", "mvue(1,4)", "mvue(3,8)", "mvue_approx(2,4)", "uniform(2,4)")),
         ("dw_g", "chain(mvue(2,4),fp8('e5m2','random'))"),
+        ("dw_g", "chain(mvue(2,4),fp4('random'))"),
         *((slot, "mvue(2,4)") for slot in ("dw_x", "dx_g", "dx_w")),
     ],
 )

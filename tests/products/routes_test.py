@@ -84,6 +84,8 @@ PACKED = {  # how y, dx and dw run
     "y_w=mse(2,4); dx_g=mvue(2,4); dw_x=raw(mse(2,4))": "packed packed packed",
     "dx_g=mvue(2,4); dw_g=mvue(2,4)": "dense packed packed",
     "y_x=fp8('e4m3'); y_w=ste(mse(2,4))": "packed dense dense",
+    "y_x=fp8('e4m3'); y_w=ste(chain(mse(2,4),fp4()))": "packed dense dense",
+    "dw_x=fp4(); dw_g=chain(mvue(2,4),fp4('random'))": "dense dense packed",
     "y_x=mse(2,4); y_w=ste(fp8('e4m3'))": "packed dense dense",
     **{f"{slot}=ste(mse(2,4))": "packed dense dense" for slot in ("y_x", "y_w")},  # by the one operand and the other
     **{f"{slot}=mse(2,4)": "dense packed dense" for slot in ("dx_g", "dx_w")},
@@ -383,6 +385,7 @@ REASONS = [  # the device and its mesh, the method, the operands, the product, a
     ({}, "ste(2,4)", ANY | {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, "y", BY_KERNELS),
     ({}, "ste(2,4)", ANY | {"lhs": (64, 64, 64), "rhs": (64, 128)}, "y", MOVED),
     ({}, "y_w=ste(fp8('e4m3'))", ANY, "y", "y_w=ste(fp8('e4m3')) leaves w dense"),
+    ({}, "y_w=ste(fp4())", ANY, "y", "y_w=ste(fp4()) leaves w dense"),
     ({}, "s_ste(fp8=True)", ANY | {"lhs": (96, 4096)}, "y", "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
     ({}, "ste(2,4)", ANY | {"out_sharding": PartitionSpec()}, "y", "out_sharding is given, and kernels do not support it"),
     ({"kind": "NVIDIA A100-SXM4-80GB"}, "s_ste(fp8=True)", {}, "dx", "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"),

@@ -14,7 +14,7 @@ from nmjax.pruners import combinators, estimators, in_stages, remembering
 
 mse, mvue, soft, fp8, identity = nm.mse(2, 4), nm.mvue(2, 4), nm.soft(2, 4), nm.fp8("e4m3"), nm.identity
 held, both = nm.hold(nm.mse(2, 4), every=5), nm.transposable(2, 4)
-random8 = nm.fp8("e5m2", "random")
+random8, random4 = nm.fp8("e5m2", "random"), nm.fp4("random")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ ROWS = [
     Row("dw_g", nm.chain(mvue, random8), mvue, "chain(mvue(2,4),identity)", storage=random8, path=(Link(0, 2),)),
     Row("dw_g", nm.chain(mse, mvue, fp8), None, "chain(mse(2,4),mvue(2,4),identity)", storage=fp8),
     Row("dw_g", nm.chain(fp8, mse), None, "chain(fp8('e4m3'),mse(2,4))"),
+    Row("dw_g", nm.chain(mvue, random4), mvue, "chain(mvue(2,4),identity)", storage=random4, path=(Link(0, 2),)),
     Row("dw_g", nm.chain(fp8), identity, "chain(identity)", storage=fp8, pattern=None),
     Row("dw_g", nm.chain(), identity, "chain()", pattern=None),
     Row("dw_g", nm.chain(identity, mse), mse, "chain(identity,mse(2,4))", path=(Link(1, 2),)),
@@ -192,3 +193,5 @@ def test_random_rounding_in_a_forward_slot_is_refused_with_what_to_write_instead
     with pytest.raises(ValueError, match=r"rounded to nearest.*Here write fp8\('e4m3'\)"):
         nm.Sparsity(y_w=nm.fp8("e4m3", "random"))
     nm.Sparsity(y_w=nm.fp8("e4m3"))
+    with pytest.raises(ValueError, match=r"rounded to nearest.*Here write fp4\(block=32\)"):
+        nm.Sparsity(y_w=nm.fp4("random", 32))
