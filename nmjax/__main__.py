@@ -167,8 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     exported = command("export", _export, "Export a checkpoint as ONNX, for other programs.")
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
     exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx")
-    exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
-    text = "the number of tokens of the ONNX inputs (128, or the model's if it takes fewer)"
+    text = "fix the batch size of the ONNX inputs, for programs that need that; without it any size can be given"
+    exported.add_argument("--batch", type=_whole, help=text)
+    text = "fix the number of tokens of the ONNX inputs; without it any number up to the model's length can be given"
     exported.add_argument("--length", type=_whole, help=text)
     exported.add_argument("--family", **family)
     planned = command("plan", _plan, "Show what a recipe would prune in a checkpoint.")
@@ -433,14 +434,21 @@ def _export(asked: argparse.Namespace) -> int:
 
 
 def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
-    """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them."""
+    """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them.
+
+    Axes whose sizes are not asked for are symbolic.
+    """
     if isinstance(model, models.ViT):
-        return model, [jax.ShapeDtypeStruct((asked.batch, *model.shape), jnp.float32)], ["images"]
+        batch = jax.export.symbolic_shape(str(asked.batch or "batch"))
+        return model, [jax.ShapeDtypeStruct((*batch, *model.shape), jnp.float32)], ["images"]
     if not hasattr(model, "length"):
         raise ValueError(
             f"{asked.path}: only models of texts and ViT can be exported here. Use nm.checkpoints.write_onnx in Python."
         )
-    tokens = jax.ShapeDtypeStruct((asked.batch, _length(asked, model, 128)), jnp.int32)
+    most = _length(asked, model, model.length)
+    bound = [] if asked.length else [f"length <= {most}"]
+    shape = jax.export.symbolic_shape(f"{asked.batch or 'batch'}, {asked.length or 'length'}", constraints=bound)
+    tokens = jax.ShapeDtypeStruct(shape, np.int64)  # as tokenizers return them
     if not isinstance(model, models.BERT):
         return model, [tokens], ["input_ids"]
     names = ["input_ids", "attention_mask", *([] if model.types is None else ["token_type_ids"])]

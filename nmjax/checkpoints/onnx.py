@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from nmjax.checkpoints.drafts import replacing
@@ -22,7 +25,9 @@ def write_onnx(
     Args:
       path: The file, which is replaced if it exists.
       model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
-      *inputs: The arguments of a call: arrays, or their shapes as `jax.ShapeDtypeStruct`.
+      *inputs: The arguments of a call: arrays, or their shapes as `jax.ShapeDtypeStruct`. Axes of
+        `jax.export.symbolic_shape` are free in the file. An input of dtype int64 is so in the file, which casts it to
+        the int32 that the model takes.
       names: The names of the inputs in the file.
 
     Raises:
@@ -44,17 +49,28 @@ def write_onnx(
         layer = next(iter(sparse.values())).name
         raise CheckpointError(f"{layer}: this layer prunes its input, and the export would lose that.")
     try:
+        import onnx  # pyrefly: ignore[missing-import]
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:
         raise CheckpointError(
             f"the package {error.name} is missing. Run pip install '.[onnx]' in the checkout of nmjax."
         ) from None
     path = Path(path)
+    names = [f"in_{i}" for i in range(len(inputs))] if names is None else names
+    wide = [np.dtype(one.dtype) == np.int64 for one in inputs]  # jax2onnx would make them int32
+    given = [jax.ShapeDtypeStruct(v.shape, jnp.int32) if w else v for v, w in zip(inputs, wide, strict=True)]
+    inner = [f"{name}_int32" if w else name for name, w in zip(names, wide, strict=True)]
     try:
-        made = to_onnx(model, list(inputs), return_mode="proto", input_names=names)
+        made = to_onnx(model, given, return_mode="proto", input_names=inner)
     except Exception as error:  # it raises errors of many kinds
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path}: jax2onnx cannot convert the model: {reason}") from error
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        free = dict.fromkeys(str(n) for one in given for n in one.shape if not isinstance(n, int))
+        hint = f" The axes {', '.join(free)} are free: fixed ones, by --batch and --length, may help." if free else ""
+        raise CheckpointError(f"{path}: jax2onnx cannot convert the model: {reason}.{hint}") from error
+    for name, one, w in zip(names, made.graph.input, wide, strict=True):
+        if w:
+            made.graph.node.insert(0, onnx.helper.make_node("Cast", [name], [one.name], to=onnx.TensorProto.INT32))
+            one.name, one.type.tensor_type.elem_type = name, onnx.TensorProto.INT64
     size = made.ByteSize()
     if size >= 1 << 31:
         raise CheckpointError(f"{path}: the model has {size:,} bytes, and an ONNX file has less than 2 GiB.")
