@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from nmjax import __version__, checkpoints, models, oneshot
+from nmjax.checkpoints.quantized import KINDS
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.core import names as names_of
 from nmjax.nnx.delivery import sparsify
@@ -120,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace the checkpoint in this folder"}
     convert.add_argument("--overwrite", **overwrite)
+    text = "write the n:m weights of a pruned checkpoint in 8 bits, with a scale for each output, as compressed-tensors"
+    convert.add_argument("--quantize", choices=KINDS, help=text)
+    convert.add_argument("--n", type=_whole, default=2, help="of --quantize: the non-zeros allowed in a group (2)")
+    convert.add_argument("--m", type=_whole, default=4, help="of --quantize: the size of a group (4)")
     text = "the kind of the checkpoint, if nmjax does not know it: an nm.checkpoints.Family, or a function of the "
     text += "config and the names of the tensors that returns one"
     family: dict[str, Any] = {"metavar": "MODULE:NAME", "help": text}
@@ -200,11 +205,19 @@ def _convert(asked: argparse.Namespace) -> int:
     if source is not None:
         if asked.family is not None:
             raise ValueError("--family is for checkpoints with a config.json. A GGUF file names its own kind.")
+        if asked.quantize is not None:
+            raise ValueError("--quantize is for pruned checkpoints. Convert the GGUF file without it, and prune first.")
         checkpoints.convert_gguf(source, target, overwrite=asked.overwrite)
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
     folder = _folder(asked.source)
     _check_target(target, folder, asked.overwrite)
+    if asked.quantize is not None:
+        if asked.family is not None:
+            raise ValueError("--quantize takes no model: leave out --family.")
+        names = checkpoints.quantize(folder, target, asked.quantize, asked.n, asked.m, overwrite=asked.overwrite)
+        print(f"{target}: {len(names)} weights that are {asked.n}:{asked.m} are {asked.quantize}, from {folder}.")
+        return 0
     family = _family(asked)
     model = checkpoints.load(folder, family=family)
     checkpoints.save(target, model, like=folder, family=family, overwrite=asked.overwrite)
@@ -428,8 +441,10 @@ def _export(asked: argparse.Namespace) -> int:
     if target.suffix != ".onnx":
         raise ValueError(f"--to {target}: the name of the file must end with .onnx.")
     model, inputs, names = _callable(checkpoints.load(source, family=_family(asked)), asked)
-    checkpoints.write_onnx(target, model, *inputs, names=names)
-    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
+    weights = checkpoints.models.weights_of_8_bits(source)
+    count = checkpoints.write_onnx(target, model, *inputs, names=names, weights=weights)
+    of = f", {count} of {len(weights)} quantized weights in 8 bits" if weights else ""
+    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}{of}.")
     return 0
 
 

@@ -1,7 +1,8 @@
 """Models as ONNX files, through the package jax2onnx."""
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import numpy as np
 from flax import nnx
 
 from nmjax.checkpoints.drafts import replacing
+from nmjax.checkpoints.quantized import product
 from nmjax.checkpoints.tensors import CheckpointError
 from nmjax.nnx.variables import SparsityState
 
 
 def write_onnx(
-    path: str | os.PathLike[str], model: nnx.Module, *inputs: Any, names: Sequence[str] | None = None
-) -> None:  # fmt: skip
+    path: str | os.PathLike[str], model: nnx.Module, *inputs: Any, names: Sequence[str] | None = None,
+    weights: Iterable[tuple[np.ndarray, np.ndarray]] = (),
+) -> int:  # fmt: skip
     """Write a model as an ONNX file. Its weights keep their zeros.
 
     It needs the package jax2onnx, which the extra ``onnx`` brings.
@@ -29,6 +32,11 @@ def write_onnx(
         `jax.export.symbolic_shape` are free in the file. An input of dtype int64 is so in the file, which casts it to
         the int32 that the model takes.
       names: The names of the inputs in the file.
+      weights: Matrices of 8 bits [outputs, inputs] and their scales [outputs, 1]. Where the model has their product,
+        the file has them and DequantizeLinear.
+
+    Returns:
+      The number of weights that have 8 bits in the file.
 
     Raises:
       CheckpointError: The model is not hardened, or it prunes activations; or jax2onnx is missing, or cannot convert
@@ -71,8 +79,30 @@ def write_onnx(
         if w:
             made.graph.node.insert(0, onnx.helper.make_node("Cast", [name], [one.name], to=onnx.TensorProto.INT32))
             one.name, one.type.tensor_type.elem_type = name, onnx.TensorProto.INT64
+    count = _quantize(made.graph, weights, onnx)
     size = made.ByteSize()
     if size >= 1 << 31:
         raise CheckpointError(f"{path}: the model has {size:,} bytes, and an ONNX file has less than 2 GiB.")
     with replacing(path) as file:
         file.write(made.SerializeToString())
+    return count
+
+
+def _quantize(graph: Any, weights: Iterable[tuple[np.ndarray, np.ndarray]], onnx: Any) -> int:
+    """Put matrices of 8 bits and DequantizeLinear in the place of constants, and return their number."""
+    digest = lambda v: (v.shape, hashlib.sha256(np.ascontiguousarray(v).tobytes()).digest())
+    known: dict[Any, tuple[int, np.ndarray, np.ndarray]] = {}
+    for values, scales in weights:
+        whole, one = product(values, scales), np.broadcast_to(scales, (len(values), 1)).ravel()
+        known |= {digest(whole): (0, values, one), digest(whole.T): (1, values.T, one)}
+    count = 0
+    for constant in list(graph.initializer) if known else ():
+        found = known.get(digest(onnx.numpy_helper.to_array(constant)))
+        if found is not None:
+            axis, values, scales = found
+            parts = {f"{constant.name}_8_bits": np.ascontiguousarray(values), f"{constant.name}_scale": scales}
+            graph.initializer.remove(constant)
+            graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in parts.items())
+            graph.node.insert(0, onnx.helper.make_node("DequantizeLinear", [*parts], [constant.name], axis=axis))
+            count += 1
+    return count

@@ -64,6 +64,37 @@ def test_onnx_runtime_computes_what_the_model_does(tmp_path, kind):
     assert sum(sums) >= 12
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_weights_have_8_bits_in_the_file(tmp_path, capsys, kind):
+    """ONNX Runtime computes what the model does. Beyond its basic optimizations it rounds the inputs of int8 too."""
+    import onnx
+    import onnxruntime
+
+    recipe = nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})
+    checkpoints.prune(GOLDEN / "bert", tmp_path / "pruned", recipe)
+    names = checkpoints.quantize(tmp_path / "pruned", tmp_path / "small", kind)
+    assert main(["export", str(tmp_path / "small"), "--to", str(tmp_path / "m.onnx")]) == 0
+    assert "12 of 12 quantized weights in 8 bits." in capsys.readouterr().out
+    graph, held = onnx.load(tmp_path / "m.onnx").graph, checkpoints.read(tmp_path / "small")
+    constants = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+    scaled = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    assert len(scaled) == len(names)
+    bytes_of = lambda v: (v.shape, v.tobytes())
+    found = {bytes_of(constants[node.input[0]]) for node in scaled}
+    assert found <= {bytes_of(one) for name in names for one in (held[name], held[name].T)}
+    assert {bytes_of(constants[node.input[1]]) for node in scaled} == {
+        bytes_of(held[f"{name}_scale"][:, 0]) for name in names
+    }
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", options)
+    tokens = np.random.default_rng(0).integers(0, 40, (3, 7))
+    inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "token_type_ids": np.zeros_like(tokens)}
+    (got,) = session.run(None, inputs)
+    wanted = checkpoints.load(tmp_path / "small").hidden(jnp.asarray(tokens))[-1]
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
 @pytest.mark.parametrize(("options", "axes"), [
     (["--batch", "2"], [2, "length"]), (["--length", "8"], ["batch", 8]), (["--batch", "2", "--length", "8"], [2, 8]),
 ])  # fmt: skip
