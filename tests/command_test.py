@@ -491,7 +491,7 @@ def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
     first, second, third = err.splitlines()
     assert first == "Data: 1 texts, 8 tokens, for layers of up to 32 inputs: 320 tokens or more are good."
     assert "prune: blocks/0/mlp/down has 8 rows for 32 inputs" in second
-    assert "Give 40 times as much: 10 rows for an input." in second
+    assert "Give 40 times as much: 10 rows for an input are good." in second
     assert third.startswith("Pruning: 1 of 2 blocks in ")
 
 

@@ -237,11 +237,12 @@ class Steps:
             return
         found, self._told = inputs[path], True
         of = "" if found.fewest == found.tokens else " of an expert"
-        features, times = found.squares.shape[-1], math.ceil(GOOD * missing[path])
+        features = found.squares.shape[-1]
+        more = f"{math.ceil(GOOD * missing[path]):,} times as much" if found.fewest else "much more"
         warnings.warn(
             f"prune: {path or 'the model'} has {found.fewest:,} rows{of} for {features:,} inputs in the calibration "
-            f"data. With fewer rows than inputs, the errors of outputs would be larger on other data. Give {times:,} "
-            f"times as much: {GOOD} rows for an input.",
+            f"data. With fewer rows than inputs, the errors of outputs would be larger on other data. Give {more}: "
+            f"{GOOD} rows for an input are good.",
             stacklevel=3,
         )
 
