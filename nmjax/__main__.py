@@ -124,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--overwrite", **overwrite)
     text = "write the n:m weights of a pruned checkpoint in 8 bits, with a scale for each output, as compressed-tensors"
     convert.add_argument("--quantize", choices=KINDS, help=text)
-    convert.add_argument("--n", type=_whole, default=2, help="of --quantize: the non-zeros allowed in a group (2)")
-    convert.add_argument("--m", type=_whole, default=4, help="of --quantize: the size of a group (4)")
+    convert.add_argument("--n", type=_whole, help="of --quantize: the non-zeros allowed in a group (2)")
+    convert.add_argument("--m", type=_whole, help="of --quantize: the size of a group (4)")
     text = "the kind of the checkpoint, if nmjax does not know it: an nm.checkpoints.Family, or a function of the "
     text += "config and the names of the tensors that returns one"
     family: dict[str, Any] = {"metavar": "MODULE:NAME", "help": text}
@@ -203,6 +203,8 @@ def _family(asked: argparse.Namespace) -> Any:
 
 def _convert(asked: argparse.Namespace) -> int:
     target = Path(asked.to)
+    if asked.quantize is None and (asked.n or asked.m):
+        raise ValueError("--n and --m are the pattern of --quantize. Leave them out.")
     source = _gguf(asked.source, target)
     if source is not None:
         if asked.family is not None:
@@ -217,8 +219,9 @@ def _convert(asked: argparse.Namespace) -> int:
     if asked.quantize is not None:
         if asked.family is not None:
             raise ValueError("--quantize takes no model: leave out --family.")
-        names = checkpoints.quantize(folder, target, asked.quantize, asked.n, asked.m, overwrite=asked.overwrite)
-        print(f"{target}: {len(names)} weights that are {asked.n}:{asked.m} are {asked.quantize}, from {folder}.")
+        n, m = asked.n or 2, asked.m or 4
+        names = checkpoints.quantize(folder, target, asked.quantize, n, m, overwrite=asked.overwrite)
+        print(f"{target}: {len(names)} weights that are {n}:{m} are {asked.quantize}, from {folder}.")
         return 0
     family = _family(asked)
     model = checkpoints.load(folder, family=family)

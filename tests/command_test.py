@@ -135,6 +135,10 @@ WRONG = {
         ["convert", "nothing-of-this-name", "--to", "x"],
     "nmjax convert: the package pytest has 0 folders with config.json beside a .safetensors file":
         ["convert", "pytest", "--to", "x"],
+    "nmjax convert: --n and --m are the pattern of --quantize. Leave them out.":
+        ["convert", GOLDEN / "bert", "--to", "x", "--n", "4"],
+    "nmjax convert: --quantize takes no model: leave out --family.":
+        ["convert", GOLDEN / "bert", "--to", "x", "--quantize", "int8", "--family", "a:b"],
     "nmjax verify: nothing.safetensors: there is no such file or folder.": ["verify", "nothing.safetensors"],
     "nmjax verify: n must be at least 1 and less than m, got n=4 and m=2":
         ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],

@@ -298,16 +298,21 @@ def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], ove
 
     A checkpoint ``like`` with links to files of other folders is refused too, and one whose weights are quantized.
     """
+    refuse_quantized(like)
     source, folder = opened(like), Path(path)
+    own = {*map(file_name, source.files), *([source.index] if source.index else []), "config.json"}
+    own |= {name.parts[0] for name in _others(like)}
+    if not folder.is_dir() or not folder.samefile(_home(like)):
+        refuse_others(folder, own, overwrite)
+
+
+def refuse_quantized(like: str | os.PathLike[str]) -> None:
+    """Refuse a checkpoint with weights of 8 bits, in whose form none is written."""
     if kind_of(read_config(Path(like))) is not None:
         raise CheckpointError(
             f"{like}: its weights are quantized, and nothing is written in their place. Name the checkpoint that it "
             "was made from."
         )
-    own = {*map(file_name, source.files), *([source.index] if source.index else []), "config.json"}
-    own |= {name.parts[0] for name in _others(like)}
-    if not folder.is_dir() or not folder.samefile(_home(like)):
-        refuse_others(folder, own, overwrite)
 
 
 def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:

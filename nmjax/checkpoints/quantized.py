@@ -52,9 +52,16 @@ def described(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of the weights that a config describes; None if they have not 8 bits in this format."""
+    """Return the kind of the weights that a config describes, by a scale for each output or one for all; else None."""
     about = config.get("quantization_config")
     if not isinstance(about, dict) or about.get("quant_method") != "compressed-tensors":
+        return None
+    groups = about.get("config_groups")
+    weights = (
+        [isinstance(one, dict) and one.get("weights") for one in groups.values()] if isinstance(groups, dict) else []
+    )
+    known = lambda one: isinstance(one, dict) and one.get("strategy") in ("channel", "tensor") and one.get("symmetric")
+    if not weights or not all(map(known, weights)):
         return None
     return next((kind for kind, (*_, of) in KINDS.items() if about.get("format") == f"{of}-quantized"), None)
 
@@ -79,8 +86,6 @@ def scales_of(config: Mapping[str, Any], tensors: Tensors) -> dict[str, str]:
         if name not in tensors or tensors.dtype(name) != dtype or len(tensors.shape(name)) != 2:
             has = f"{tensors.dtype(name)} of shape {tensors.shape(name)}" if name in tensors else "missing"
             raise CheckpointError(f"{scale} scales {name}, which config.json calls a matrix of {dtype}. It is {has}.")
-        if f"{name}_zero_point" in tensors:
-            raise CheckpointError(f"{name} has a zero point, so its zeros are not exact. nmjax does not support this.")
         shape, given = tensors.shape(scale), tensors.dtype(scale)
         if shape not in ((tensors.shape(name)[0], 1), (1,)) or not jnp.issubdtype(given, jnp.floating):
             raise CheckpointError(

@@ -126,7 +126,6 @@ def test_files_that_do_not_fit_are_refused(spoil, pruned, tmp_path):
         ({f"{up}_scale": scale.astype(int)}, f"{up}_scale is int64 of shape (32, 1)."),
         ({f"{up}_scale": scale * np.nan}, f"{up}_scale has values that are not finite and above 0."),
         ({f"{up}_scale": scale * 0}, f"{up}_scale has values that are not finite and above 0."),
-        ({f"{up}_zero_point": np.zeros((32, 1), np.int8)}, f"{up} has a zero point, so its zeros are not exact."),
     ):  # fmt: skip
         checkpoints.write(file, {name: v for name, v in (tensors | changes).items() if v is not None})
         for read in (checkpoints.verify, checkpoints.load):
@@ -134,6 +133,30 @@ def test_files_that_do_not_fit_are_refused(spoil, pruned, tmp_path):
                 read(tmp_path / "out")
             assert str(error.value).startswith(f"{tmp_path / 'out'}: ")
             assert said in str(error.value)
+
+
+def test_other_configs_are_left_alone(pruned, tmp_path):
+    """Scales of blocks, zero points and damaged configs: `verify` counts zeros, and `load` refuses the config."""
+    checkpoints.quantize(pruned / "llama", tmp_path / "out", "fp8")
+    file, config = tmp_path / "out/model.safetensors", json.loads((tmp_path / "out/config.json").read_text())
+    tensors = {name: np.array(v) for name, v in checkpoints.read(file).items()}
+    up = "model.layers.1.mlp.up_proj.weight"
+    checkpoints.write(file, tensors | {f"{up}_scale": np.ones((2, 2), np.float32)})
+    about = config["quantization_config"]
+    weights = about["config_groups"]["group_0"]["weights"]
+    groups = lambda scheme: {"config_groups": {"group_0": {"weights": scheme}}}
+    for change in (
+        groups(weights | {"strategy": "block"}), groups(weights | {"symmetric": False}), groups(None), groups([]),
+        {"config_groups": 3}, {"config_groups": {}}, {"config_groups": {"group_0": 3}}, {"format": ["dense"]},
+        {"quant_method": "fp8"},
+    ):  # fmt: skip
+        (tmp_path / "out/config.json").write_text(json.dumps(config | {"quantization_config": about | change}))
+        assert len(checkpoints.verify(tmp_path / "out").sparse) == 14
+        with pytest.raises(CheckpointError, match="config.json has quantization_config=.*nmjax does not support this"):
+            checkpoints.load(tmp_path / "out")
+    (tmp_path / "out/config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="this is not JSON"):
+        checkpoints.verify(tmp_path / "out")
 
 
 def test_what_cannot_be_quantized_is_refused(pruned, tmp_path):
