@@ -63,7 +63,7 @@ ORDER = {
         "Look inside": "weights masks scales gradient_errors",
     },
     "nmjax.checkpoints": {
-        "Models": "load save prune prune_tensors architecture verify write_onnx convert_gguf",
+        "Models": "load save prune prune_tensors quantize architecture verify write_onnx convert_gguf",
         "Tensors": "read write parameters Tensors Gguf Verified CheckpointError",
         "To add a kind of checkpoint": "Family Table Rename",
     },

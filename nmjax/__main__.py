@@ -20,10 +20,12 @@ import numpy as np
 from flax import nnx
 
 from nmjax import __version__, checkpoints, models, oneshot
+from nmjax.checkpoints.quantized import KINDS
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.core import names as names_of
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.layers import layers
+from nmjax.nnx.one_shot import GOOD
 from nmjax.nnx.planning import plan
 from nmjax.oneshot import texts
 from nmjax.products.sparsity import Sparsity
@@ -120,6 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace the checkpoint in this folder"}
     convert.add_argument("--overwrite", **overwrite)
+    text = "write the n:m weights of a pruned checkpoint in 8 bits, with a scale for each output, as compressed-tensors"
+    convert.add_argument("--quantize", choices=KINDS, help=text)
+    convert.add_argument("--n", type=_whole, help="of --quantize: the non-zeros allowed in a group (2)")
+    convert.add_argument("--m", type=_whole, help="of --quantize: the size of a group (4)")
     text = "the kind of the checkpoint, if nmjax does not know it: an nm.checkpoints.Family, or a function of the "
     text += "config and the names of the tensors that returns one"
     family: dict[str, Any] = {"metavar": "MODULE:NAME", "help": text}
@@ -135,40 +141,42 @@ def _parser() -> argparse.ArgumentParser:
     text = "check only tensors whose whole name matches; all of them must be n:m"
     verify.add_argument("--every", metavar="REGEX", help=text)
     verify.add_argument("--json", action="store_true", help="print JSON")
-    pruned = command("prune", _prune, "Prune the blocks of a checkpoint in one shot, and write it to a folder.")
-    pruned.add_argument("path", help="a folder with config.json, a .safetensors file and tokenizer.json")
-    pruned.add_argument("--method", choices=SOLVERS, default="sparsegpt", help="the solver (sparsegpt)")
-    pruned.add_argument("--n", type=_whole, default=2, help="the weights to keep in a group (2)")
-    pruned.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
-    pruned.add_argument(
-        "--data",
-        metavar="FILE",
-        help="texts: one per line, or .jsonl with a field text; also .gz and .xz. Or images: .npy of shape [count, "
-        "height, width, channels], normalised as the model takes them. magnitude needs none",
-    )
-    pruned.add_argument("--examples", type=_whole, default=128, help="the greatest number of texts or images (128)")
-    text = "the most tokens of a text, or of a window for GPT and decoders (512, or the model's if it takes fewer)"
-    pruned.add_argument("--length", type=_whole, help=text)
-    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (blocks/.*)"
-    pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
-    text = "prune these tensors of any safetensors file by magnitude, whatever its model is, instead of layers"
-    pruned.add_argument("--tensors", metavar="REGEX", help=text)
-    text = "give hidden features and those of heads the order in which most is kept; the dense function stays the same"
-    pruned.add_argument("--permute", action="store_true", help=text)
-    text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"
-    pruned.add_argument("--axis", type=int, choices=(-2, -1, 0, 1), help=text)
     text = (
-        "the memory that it may take, beside the pages of the files (8GB); outputs of blocks that do not fit go to disk"
+        "Prune the blocks of a checkpoint in one shot, and write it to a folder. Every method but magnitude measures "
     )
-    pruned.add_argument("--memory", type=_memory, default=8e9, metavar="SIZE", help=text)
+    pruned = command("prune", _prune, f"{text}the inputs of layers on data of yours.")
+    pruned.add_argument("path", help="a folder with config.json, a .safetensors file and tokenizer.json")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     pruned.add_argument("--overwrite", **overwrite)
+    pruned.add_argument("--method", choices=SOLVERS, default="sparsegpt", help="the solver (sparsegpt)")
     pruned.add_argument("--family", **family)
+    part = pruned.add_argument_group("what is pruned")
+    part.add_argument("--n", type=_whole, default=2, help="the weights to keep in a group (2)")
+    part.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
+    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (blocks/.*)"
+    part.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
+    text = "instead of layers, prune these tensors of any safetensors file by magnitude, whatever its model is"
+    part.add_argument("--tensors", metavar="REGEX", help=text)
+    text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"
+    part.add_argument("--axis", type=int, choices=(-2, -1, 0, 1), help=text)
+    part = pruned.add_argument_group("data, which magnitude does not need")
+    text = "texts like those that the model is for, of every kind: one per line, or .jsonl with a field text; also .gz "
+    text += "and .xz. Or images: .npy of shape [count, height, width, channels], normalised as the model takes them"
+    part.add_argument("--data", metavar="FILE", help=text)
+    text = "the greatest number of texts or images (128)"
+    part.add_argument("--examples", type=_whole, metavar="COUNT", help=text)
+    text = "the most tokens of a text, or of a window for GPT and decoders (512, or the model's if it takes fewer)"
+    part.add_argument("--length", type=_whole, metavar="COUNT", help=text)
+    text = "give hidden features and those of heads the order in which most is kept; the dense function stays the same"
+    part.add_argument("--permute", action="store_true", help=text)
+    text = "the memory that it may take, beside the pages of files (8GB); outputs of blocks that do not fit go to disk"
+    part.add_argument("--memory", type=_memory, metavar="SIZE", help=text)
     exported = command("export", _export, "Export a checkpoint as ONNX, for other programs.")
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
     exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx")
-    exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
-    text = "the number of tokens of the ONNX inputs (128, or the model's if it takes fewer)"
+    text = "fix the batch size of the ONNX inputs, for programs that need that; without it any size can be given"
+    exported.add_argument("--batch", type=_whole, help=text)
+    text = "fix the number of tokens of the ONNX inputs; without it any number up to the model's length can be given"
     exported.add_argument("--length", type=_whole, help=text)
     exported.add_argument("--family", **family)
     planned = command("plan", _plan, "Show what a recipe would prune in a checkpoint.")
@@ -195,15 +203,26 @@ def _family(asked: argparse.Namespace) -> Any:
 
 def _convert(asked: argparse.Namespace) -> int:
     target = Path(asked.to)
+    if asked.quantize is None and (asked.n or asked.m):
+        raise ValueError("--n and --m are the pattern of --quantize. Leave them out.")
     source = _gguf(asked.source, target)
     if source is not None:
         if asked.family is not None:
             raise ValueError("--family is for checkpoints with a config.json. A GGUF file names its own kind.")
+        if asked.quantize is not None:
+            raise ValueError("--quantize is for pruned checkpoints. Convert the GGUF file without it, and prune first.")
         checkpoints.convert_gguf(source, target, overwrite=asked.overwrite)
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
     folder = _folder(asked.source)
     _check_target(target, folder, asked.overwrite)
+    if asked.quantize is not None:
+        if asked.family is not None:
+            raise ValueError("--quantize takes no model: leave out --family.")
+        n, m = asked.n or 2, asked.m or 4
+        names = checkpoints.quantize(folder, target, asked.quantize, n, m, overwrite=asked.overwrite)
+        print(f"{target}: {len(names)} weights that are {n}:{m} are {asked.quantize}, from {folder}.")
+        return 0
     family = _family(asked)
     model = checkpoints.load(folder, family=family)
     checkpoints.save(target, model, like=folder, family=family, overwrite=asked.overwrite)
@@ -286,7 +305,13 @@ def _prune(asked: argparse.Namespace) -> int:
     if asked.length is not None and asked.length < texts.LENGTHS[0]:
         raise ValueError(f"--length {asked.length}: calibration needs texts of at least {texts.LENGTHS[0]} tokens.")
     if asked.data is None and asked.method != "magnitude":
-        raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
+        raise ValueError(
+            f"--method {asked.method} measures the inputs of layers. Add --data FILE: a hundred texts or images, or "
+            "more, of all the kinds that the model is for. --method magnitude needs none."
+        )
+    idle = [f"--{one}" for one in ("examples", "length", "memory") if asked.data is None and vars(asked)[one]]
+    if idle:
+        raise ValueError(f"without --data there is no use for {', '.join(idle)}. Leave it out.")
     if asked.tensors is None and asked.axis is not None:
         raise ValueError("--axis is that of the groups of --tensors. For layers it is known.")
     if asked.tensors is not None and (asked.family or asked.permute):
@@ -314,30 +339,14 @@ def _prune(asked: argparse.Namespace) -> int:
     batches, rows, told = _batches(asked, model, source)
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before anything is computed
     sizes = [_inputs(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
-    few = [inputs for inputs in sizes if inputs > rows]
-    if few:
-        warnings.warn(
-            f"the calibration data has fewer rows ({rows:,}) than {len(few)} of the layers have inputs (up to "
-            f"{max(few):,}), so the errors of their outputs would be larger on other data. Use more data for "
-            "calibration.",
-            stacklevel=1,
-        )
-    with warnings.catch_warnings():
-        if few:  # it was told
-            warnings.filterwarnings("ignore", "prune: the calibration data has fewer rows")
-        solver = getattr(oneshot, asked.method)
-        found = checkpoints.prune(
-            source,
-            asked.out,
-            recipe,
-            batches,
-            solver,
-            family=family,
-            permute=asked.permute,
-            memory=asked.memory,
-            overwrite=overwrite,
-            progress=True,
-        )
+    widest = max(sizes, default=0)
+    good = f"{GOOD * widest:,} tokens or more are good" if rows < GOOD * widest else "that is enough"
+    print(f"Data: {told}, for layers of up to {widest:,} inputs: {good}.", file=sys.stderr, flush=True)
+    solver = getattr(oneshot, asked.method)
+    found = checkpoints.prune(
+        source, asked.out, recipe, batches, solver, family=family, permute=asked.permute, memory=asked.memory or 8e9,
+        overwrite=overwrite, progress=True,
+    )  # fmt: skip
     print(f"{asked.out}: {len(sizes)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
     errors = np.array(list(found.values()))
     if len(errors):
@@ -364,15 +373,18 @@ def _inputs(layer: Any) -> int:
 
 def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[Any], int, str]:
     """Return the batches of the data, the rows that a layer gets of them, and what they are in words."""
+    count = asked.examples or 128
     if isinstance(model, models.ViT):
-        images = _images(Path(asked.data), model)[: asked.examples]
+        if asked.length is not None:
+            raise ValueError("--length is for texts, and this model takes images. Leave it out.")
+        images = _images(Path(asked.data), model)[:count]
         batches: list[Any] = [jnp.asarray(images[i : i + 16]) for i in range(0, len(images), 16)]
         rows = len(images) * model.positions.shape[-2]
         return batches, rows, f"{len(images)} images, {rows:,} tokens"
     if not hasattr(model, "length"):
         raise ValueError(f"{source}: only models of texts and ViT can be calibrated here. Use nm.nnx.prune in Python.")
     vocabulary, length = model.tokens.num_embeddings, _length(asked, model, 512)
-    encoded = _encoded(source, vocabulary, texts.read_texts(asked.data, asked.examples))
+    encoded = _encoded(source, vocabulary, texts.read_texts(asked.data, count))
     tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
     if max(max(one, default=0) for one in tokens) >= vocabulary:
         raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
@@ -386,6 +398,13 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
         which = "each text has" if isinstance(model, models.BERT) else "the texts together have"
         hint = "That is too short for calibration. Give longer texts."
         raise ValueError(f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. {hint}")
+    again = texts.repeated([one[:length] for one in tokens])
+    if again > 0.5:
+        warnings.warn(
+            f"{asked.data}: {math.floor(100 * again)} % of the runs of {texts.LENGTHS[0]} tokens were there before, so "
+            "the texts are nearly the same. Give more different ones.",
+            stacklevel=1,
+        )
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
 
 
@@ -427,20 +446,29 @@ def _export(asked: argparse.Namespace) -> int:
     if target.suffix != ".onnx":
         raise ValueError(f"--to {target}: the name of the file must end with .onnx.")
     model, inputs, names = _callable(checkpoints.load(source, family=_family(asked)), asked)
-    checkpoints.write_onnx(target, model, *inputs, names=names)
-    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
+    weights = checkpoints.models.weights_of_8_bits(source)
+    count = checkpoints.write_onnx(target, model, *inputs, names=names, weights=weights)
+    of = f", {count} of {len(weights)} quantized weights in 8 bits" if weights else ""
+    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}{of}.")
     return 0
 
 
 def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
-    """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them."""
+    """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them.
+
+    Axes whose sizes are not asked for are symbolic.
+    """
     if isinstance(model, models.ViT):
-        return model, [jax.ShapeDtypeStruct((asked.batch, *model.shape), jnp.float32)], ["images"]
+        batch = jax.export.symbolic_shape(str(asked.batch or "batch"))
+        return model, [jax.ShapeDtypeStruct((*batch, *model.shape), jnp.float32)], ["images"]
     if not hasattr(model, "length"):
         raise ValueError(
             f"{asked.path}: only models of texts and ViT can be exported here. Use nm.checkpoints.write_onnx in Python."
         )
-    tokens = jax.ShapeDtypeStruct((asked.batch, _length(asked, model, 128)), jnp.int32)
+    most = _length(asked, model, model.length)
+    bound = [] if asked.length else [f"length <= {most}"]
+    shape = jax.export.symbolic_shape(f"{asked.batch or 'batch'}, {asked.length or 'length'}", constraints=bound)
+    tokens = jax.ShapeDtypeStruct(shape, np.int64)  # as tokenizers return them
     if not isinstance(model, models.BERT):
         return model, [tokens], ["input_ids"]
     names = ["input_ids", "attention_mask", *([] if model.types is None else ["token_type_ids"])]

@@ -135,6 +135,10 @@ WRONG = {
         ["convert", "nothing-of-this-name", "--to", "x"],
     "nmjax convert: the package pytest has 0 folders with config.json beside a .safetensors file":
         ["convert", "pytest", "--to", "x"],
+    "nmjax convert: --n and --m are the pattern of --quantize. Leave them out.":
+        ["convert", GOLDEN / "bert", "--to", "x", "--n", "4"],
+    "nmjax convert: --quantize takes no model: leave out --family.":
+        ["convert", GOLDEN / "bert", "--to", "x", "--quantize", "int8", "--family", "a:b"],
     "nmjax verify: nothing.safetensors: there is no such file or folder.": ["verify", "nothing.safetensors"],
     "nmjax verify: n must be at least 1 and less than m, got n=4 and m=2":
         ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
@@ -274,7 +278,7 @@ def lines(file, count=40, length=12):
     rng = np.random.default_rng(0)
     texts = [" ".join(f"w{i}" for i in rng.integers(1, 40, length)) for _ in range(count)]
     jsonl = file.name.endswith(".jsonl")
-    file.write_text("\n".join(json.dumps({"text": text, "label": 0}) if jsonl else text for text in texts))
+    file.write_text("\n".join(json.dumps({"text": t, "label": i % 2}) if jsonl else t for i, t in enumerate(texts)))
     return file
 
 
@@ -372,13 +376,35 @@ def test_a_vocabulary_may_be_padded(size, added, capsys, tmp_path):
     assert (status, "tokens beyond the model's 40" in err) == ((2, True) if added else (0, False))
 
 
-MISTAKES = {
+MISTAKES: dict[str, list] = {
     "--n 4 --m 4 prunes nothing: n must be less than m": ["--n", 4, "--m", 4],
     "is the checkpoint that is read. Name another folder": ["--out", "SOURCE"],
     "this is a file. Name a folder": ["--out", "DATA"],
     "the folder has files that are not of this checkpoint: old.safetensors. Name an empty": ["--out", "OLD"],
     "--length 4: calibration needs texts of at least 8 tokens": ["--length", 4],
-    "--method ria measures the inputs of layers. Add --data FILE": ["--method", "ria", "--data", None],
+    "--method ria measures the inputs of layers. Add --data FILE: a hundred": ["--method", "ria", "--data", None],
+    "without --data there is no use for --examples, --length, --memory. Leave it out.": [
+        "--method",
+        "magnitude",
+        "--data",
+        None,
+        "--examples",
+        9,
+        "--length",
+        9,
+        "--memory",
+        "1GB",
+    ],
+    "without --data there is no use for --memory.": [
+        "--method",
+        "magnitude",
+        "--data",
+        None,
+        "--memory",
+        "1GB",
+        "--tensors",
+        ".*",
+    ],
     "blocks/0-1/attention/key": ["--m", 7],  # which does not divide it
     "blocks/0-1/mlp/": ["--m", 7],
 }
@@ -408,8 +434,9 @@ def test_weights_that_are_not_finite_are_told(name, value, dense, capsys, tmp_pa
     tensors[name].flat[-1] = value
     checkpoints.write(source / "model.safetensors", tensors)
     for options in (["--method", "magnitude"], ["--data", data]):
-        err = refused(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
-        assert f"the weight {name} has NaN or infinity" in err
+        status, out, err = run(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
+        assert (status, out) == (2, "")
+        assert f"the weight {name} has NaN or infinity" in err.splitlines()[-1]
     assert not (tmp_path / "sparse").exists()
     tensors = dict(checkpoints.read(sparse(tmp_path / "sparse"))) | {"odd": np.full(3, value, np.float32)}
     checkpoints.write(tmp_path / "sparse/model.safetensors", tensors)
@@ -461,14 +488,36 @@ def test_a_bomb_of_text_is_not_read_into_memory(spoilt, name, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
-    """Once, and before the first block: 8 rows for layers of 16 and of 32 inputs."""
+    """Before the first block: 8 rows for layers of 16 and of 32 inputs. Of them the widest is told, once."""
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", count=1)
     status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
     assert status == 0
-    first, second = err.splitlines()
-    width, hidden = checkpoints.load(source).blocks[0].mlp.up.kernel.shape
-    assert f"fewer rows (8) than 12 of the layers have inputs (up to {max(width, hidden)})" in first
-    assert second.startswith("Pruning: 1 of 2 blocks in ")
+    first, second, third = err.splitlines()
+    assert first == "Data: 1 texts, 8 tokens, for layers of up to 32 inputs: 320 tokens or more are good."
+    assert "prune: blocks/0/mlp/down has 8 rows for 32 inputs" in second
+    assert "Give 40 times as much: 10 rows for an input are good." in second
+    assert third.startswith("Pruning: 1 of 2 blocks in ")
+
+
+@pytest.mark.slow
+def test_data_of_one_kind_are_told(capsys, tmp_path):
+    """All labels alike, or all texts; and neither."""
+    source, data = with_tokenizer(tmp_path / "dense"), tmp_path / "data.jsonl"
+    different = [json.loads(line)["text"] for line in lines(data, count=60).read_text().splitlines()]
+    for number, (label, text, said) in enumerate((
+        (lambda i: "no", lambda i: different[i], "the first 40 texts all have the label \"no\", and inputs of others"),
+        (lambda i: i % 2, lambda i: different[i % 3], "92 % of the runs of 8 tokens were there before, so the texts"),
+        (lambda i: i // 39, lambda i: different[i], None),
+        (lambda i: None, lambda i: different[i], None),
+    )):  # fmt: skip
+        rows = [{"text": text(i)} | ({} if label(i) is None else {"label": label(i)}) for i in range(60)]
+        data.write_text("\n".join(map(json.dumps, rows)))
+        argv = ["--method", "wanda", "--data", data, "--examples", 40, "--out", tmp_path / f"sparse{number}"]
+        status, _, err = run(capsys, "prune", source, *argv)
+        found = [line for line in err.splitlines() if "warning" in line]
+        assert (status, len(found)) == (0, said is not None), err
+        assert said is None or said in found[0]
+        assert "Data: 40 texts, 320 tokens, for layers of up to 32 inputs: that is enough." in err
 
 
 def test_names_of_the_other_kind_are_told(dense, capsys, tmp_path):

@@ -68,6 +68,7 @@ def start(config: ConfigDict, classes: int | None, values: bool = True) -> Start
     options["dtype"] = settings.dtype(config)
     with mistaken(f"config.weights={config.weights!r}"):
         if not name:
+            checkpoints.models.refuse_quantized(path)  # the trained model will be written in its form
             if classes is not None:
                 _refuse_without_head(checkpoints.architecture(path), config.weights)
                 options["classes"] = classes

@@ -20,6 +20,7 @@ from nmjax.checkpoints.models import (
     architecture as architecture,
     load as load,
     parameters as parameters,
+    quantize as quantize,
     save as save,
 )
 from nmjax.checkpoints.names import Rename as Rename, Table as Table

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from nmjax.checkpoints.names import Rename, Table
+from nmjax.checkpoints.quantized import kind_of
 from nmjax.checkpoints.tensors import CheckpointError
 from nmjax.kernels.activations import exact_gelu
 from nmjax.models import BERT, GPT, Decoder, Rotary, ViT
@@ -69,7 +70,8 @@ def family_of(config: Config, names: Collection[str]) -> Family:
             " For another kind, write a table of its names, by docs/how_to/checkpoints.md, and pass "
             "family=nm.checkpoints.Family(...), or --family module:name to the command."
         )
-    _refuse(config, quantization_config=())
+    if kind_of(config) is None:
+        _refuse(config, quantization_config=())
     family = FAMILIES[kind](config, names)
     for name, value in family.options.items():
         if name in (*WHOLE, *POSITIVE):

@@ -18,15 +18,18 @@ from nmjax.checkpoints import torch_files
 from nmjax.checkpoints.drafts import finish, replacing_all
 from nmjax.checkpoints.families import Config, Family, Kind, family_of
 from nmjax.checkpoints.names import Table
+from nmjax.checkpoints.quantized import KINDS, dequantized, described, kind_of, quantized, scales_of
 from nmjax.checkpoints.tensors import (
     CheckpointError,
     Tensor,
     Tensors,
     read as read_safetensors,
+    read_config,
     refuse_unfinished,
     write_into,
 )
 from nmjax.checkpoints.torch_files import SUFFIXES
+from nmjax.checkpoints.verifying import HALF, verify
 from nmjax.nnx.variables import unhardened
 
 TEXTS = (".json", ".txt", ".md", ".model", ".jinja", ".yaml")  # also of tokenizers
@@ -131,7 +134,7 @@ def parameters(
 def views(
     path: str | os.PathLike[str], held: Tensors, *, family: Kind | None = None, **options: Any
 ) -> dict[str, np.ndarray]:
-    """Return what `parameters` returns, made of these tensors."""
+    """Return what `parameters` returns, made of these tensors. Weights of 8 bits become float32."""
     about = _family(path, family)
     make = architecture(path, family=about, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
@@ -139,7 +142,7 @@ def views(
     head = {path for ours in heads for path in ((ours,) if isinstance(ours, str) else ours)}
     wanted = {name: v for name, v in _abstract(make).items() if name not in head}
     try:
-        blocks = _blocks(wanted)
+        blocks, held = _blocks(wanted), dequantized(read_config(Path(path)), held)
         found = _table(about, new).read(held, {one: block.shape for one, block in blocks.items()})
         odd = [f"{one} {value.dtype}" for one, value in found.items() if not jnp.issubdtype(value.dtype, jnp.floating)]
         if odd:
@@ -191,7 +194,8 @@ def save(
     """
     if (layer := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
-    about, tensors, folder, home = _family(like, family), opened(like), Path(path), _home(like)
+    about, tensors, folder = _family(like, family), opened(like), Path(path)
+    check_target(folder, like, overwrite)
     config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
         {name: v.get_value() for name, v in _by_path(nnx.state(model, nnx.Param)).items() if 0 not in v.shape}
@@ -203,15 +207,78 @@ def save(
         made = _table(about, new=False).write(values, held, about.head if new else ())
     except CheckpointError as error:
         raise CheckpointError(f"{like}: {error}") from None
-    check_target(folder, like, overwrite)
-    in_place = folder.exists() and folder.samefile(home)
-    others = {str(name): file for name, file in _others(like).items() if not in_place or str(name) == "config.json"}
     texts: dict[str, Any] = {}
     if new and not family:
         labels = {str(i): f"LABEL_{i}" for i in range(classes)}
         texts["config.json"] = config | ({"num_classes": classes} if "architecture" in config else {
             "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
         })  # fmt: skip
+    _write(folder, like, tensors, made, texts)
+
+
+def quantize(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], kind: str, n: int = 2, m: int = 4, *,
+    overwrite: bool = False,
+) -> list[str]:  # fmt: skip
+    """Write a pruned checkpoint with weights of 8 bits: those that are n:m along their inputs.
+
+    Each has a scale for each output, and its zeros stay zero. Tensors and ``config.json`` are as compressed-tensors
+    describes them, for any model. `load` and the functions like it read such a checkpoint in float32.
+
+    Args:
+      source: The checkpoint: safetensors beside ``config.json``.
+      target, overwrite: The folder to write to, as in `save`.
+      kind: "int8", or "fp8" for float8_e4m3fn.
+      n, m: The pattern.
+
+    Returns:
+      The names of these weights.
+
+    Raises:
+      CheckpointError: No matrix ``X.weight`` [outputs, inputs] is n:m; tensors are nearly n:m, or have NaN or infinity.
+      OSError: A file cannot be read or written.
+
+    >>> def smaller(pruned, target):
+    ...     quantize(pruned, target, "int8")
+    ...     return load(target)
+    """
+    if kind not in KINDS:
+        raise CheckpointError(f"weights of 8 bits are {' or '.join(KINDS)}, got {kind!r}.")
+    found, folder, config = opened(source), Path(target), _config(source)
+    check_target(folder, source, overwrite)
+    checked = verify(source, n, m)
+    wrong = [*checked.not_finite, *(one.name for one in checked.broken)]
+    if wrong:
+        raise CheckpointError(f"{source}: not {n}:{m} in all groups, or not finite: {', '.join(wrong[:5])}.")
+    fits = lambda one: len(one.shape) == 2 and 1 in one.axes and one.dtype in HALF and one.name.endswith(".weight")
+    chosen = [one.name for one in checked.sparse if fits(one)]
+    if not chosen:
+        raise CheckpointError(
+            f"{source}: no matrix X.weight [outputs, inputs] is {n}:{m} along its inputs. Prune it first: nmjax prune."
+        )
+    made: dict[str, Any] = dict(found.tensors)
+    part = lambda name, which: lambda: quantized(found[name], kind)[which]
+    for name in chosen:
+        shape = found.shape(name)
+        made[name] = Tensor(shape, np.dtype(KINDS[kind][0]), part(name, 0))
+        made[f"{name}_scale"] = Tensor((shape[0], 1), np.dtype(np.float32), part(name, 1))
+    others = [one for one in found if one.endswith(".weight") and one not in chosen and len(found.shape(one)) == 2]
+    ignored = dict.fromkeys([*(one.removesuffix(".weight") for one in others), "lm_head"])
+    config |= {"quantization_config": described(kind, list(ignored))}
+    _write(folder, source, found, made, {"config.json": config})
+    return chosen
+
+
+def weights_of_8_bits(path: str | os.PathLike[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the weights of 8 bits of a checkpoint, [outputs, inputs], and their scales."""
+    held = opened(path)
+    return [(held[name], held[scale]) for name, scale in scales_of(read_config(Path(path)), held).items()]
+
+
+def _write(folder: Path, like: Any, tensors: Tensors, made: Mapping[str, Any], texts: dict[str, Any]) -> None:
+    """Write tensors in the files and the order of another checkpoint, beside its texts and these ones."""
+    in_place = folder.exists() and folder.samefile(_home(like))
+    others = {str(name): file for name, file in _others(like).items() if not in_place or str(name) == "config.json"}
     files = {path: [name for name in names if name in made] for path, names in tensors.files.items()}
     known = {name for names in files.values() for name in names}
     files[list(files)[-1]] += [name for name in made if name not in known]
@@ -228,13 +295,23 @@ def save(
 def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], overwrite: bool = False) -> None:
     """Refuse a folder in which `save` would lose other things, or in which the checkpoint would lie beside other files.
 
-    A checkpoint ``like`` with links to files of other folders is refused too.
+    A checkpoint ``like`` with links to files of other folders is refused too, and one whose weights are quantized.
     """
+    refuse_quantized(like)
     source, folder = opened(like), Path(path)
     own = {*map(file_name, source.files), *([source.index] if source.index else []), "config.json"}
     own |= {name.parts[0] for name in _others(like)}
     if not folder.is_dir() or not folder.samefile(_home(like)):
         refuse_others(folder, own, overwrite)
+
+
+def refuse_quantized(like: str | os.PathLike[str]) -> None:
+    """Refuse a checkpoint with weights of 8 bits, in whose form none is written."""
+    if kind_of(read_config(Path(like))) is not None:
+        raise CheckpointError(
+            f"{like}: its weights are quantized, and nothing is written in their place. Name the checkpoint that it "
+            "was made from."
+        )
 
 
 def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
@@ -337,13 +414,7 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise CheckpointError(f"{path}: there is no such file or folder.")
         hint = "Add the config.json, or pass family=nm.checkpoints.Family(...)."
         raise CheckpointError(f"{path}: there is no config.json, so the kind of the model is unknown. {hint}")
-    try:
-        config = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: this is not JSON: {str(error)[:200]}.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: a config is a JSON object, got {type(config).__name__}.")
-    return config
+    return read_config(file)
 
 
 def _family(path: str | os.PathLike[str], family: Kind | None) -> Family:

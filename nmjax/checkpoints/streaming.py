@@ -15,8 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -38,7 +37,7 @@ from nmjax.nnx.batches import Call
 from nmjax.nnx.calibration import axes_in
 from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
-from nmjax.nnx.one_shot import Solver, Steps, hardened
+from nmjax.nnx.one_shot import Solver, Steps, hardened, parameters
 from nmjax.oneshot.solvers import OF_NORMS, largest, magnitude
 from nmjax.pruners.magnitude import mse
 from nmjax.recipes.table import Recipe
@@ -86,46 +85,44 @@ def prune(
         raise ValueError("prune: permute=True measures the inputs of layers. Pass batches.")
     asked = {"recipe": str(recipe), "solver": _named(solver), "data": _digest(calls), "order": permute}
     asked["family"] = _named(family)
-    with _copied(source, target, asked, overwrite) as copy:
-        _check_finite(source, copy.tensors)
-        copy.note(copy.done)
-        model, given = _model(source, copy.tensors, family)
-        if not calls:
-            patterns: dict[str, Any] = {}
-            nnx.eval_shape(lambda model: patterns.update(hardened(model, recipe, Call((), {}))[1]), model)
-            if not patterns:
-                raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
-            for layer in layers(model):
-                if layer.path in patterns:
-                    pattern, shape = patterns[layer.path], layer.kernel.shape
-                    if shape[pattern.contracted[-1]] % pattern.m:
-                        raise CheckpointError(
-                            f"{source}: {layer.path} has shape {shape}, and {pattern.m} does not divide axis "
-                            f"{pattern.contracted[-1]}. Leave it out."
-                        )
-                    _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
-            return dict.fromkeys(patterns, (math.nan, math.nan))
-        _check_dtype(source, model, given)
-        steps, moments = Steps(model, recipe, calls, permute=permute), solver not in OF_NORMS
+    models.check_target(target, source, overwrite)
+    found, before = models.opened(source), _stamps(source)
+    _check_finite(source, found)
+    make, views = _reader(source, family)
+    given = views(found)
+    model = models.made_of(make, given, nnx.Rngs(0), lambda v, dtype: v)
+    if not calls:
+        chosen = _prunable(source, model, recipe)
+        with _copied(source, target, asked, overwrite, before) as copy:
+            given = views(copy.tensors)
+            for layer, pattern in chosen:
+                _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
+        return dict.fromkeys((layer.path for layer, _ in chosen), (math.nan, math.nan))
+    _check_dtype(source, model, given)
+    steps, moments = Steps(model, recipe, calls, permute=permute), solver not in OF_NORMS
+    spare = _spare(steps, moments, memory)
+    del model, found
+    with _copied(source, target, asked, overwrite, before) as copy:
+        given = views(copy.tensors)
+        for path, variable in parameters(steps.model):
+            if path in given:
+                variable.set_value(given[path])
         pruned = {steps.layers[path].kernel_path for path in steps.patterns}
-        written = [path for path in given if permute or path in pruned]
-        views = {path: _view(source, path, given) for path in written}
-        _set_memory(steps, copy.folder, moments, memory)
+        written = {path: _view(source, path, given) for path in given if permute or path in pruned}
+        _keep_outputs(steps, copy.folder, spare)
         if copy.continued and copy.done < len(steps.order):  # this block may be half written
-            before, block = _model(source, models.opened(source), family)[1], steps.order[copy.done]
-            for path in (path for path in views if f"{path}/".startswith(f"{block}/")):
-                views[path][...] = before[path]
+            dense, block = views(models.opened(source)), steps.order[copy.done]
+            for path in (path for path in written if f"{path}/".startswith(f"{block}/")):
+                written[path][...] = dense[path]
         for number in range(copy.done):
             steps.run(number)
         errors: dict[str, tuple[float, float]] = {}
         for number in steps.shown(copy.done) if progress else range(copy.done, len(steps.order)):
-            for path, (values, found) in steps.solve(number, solver, moments).items():
-                views[path][...] = np.asarray(values).astype(views[path].dtype)
-                errors |= found
+            for path, (values, relative) in steps.solve(number, solver, moments).items():
+                written[path][...] = np.asarray(values).astype(written[path].dtype)
+                errors |= relative
             copy.note(number + 1)
             steps.run(number)
-    if steps.few:
-        warnings.warn(steps.few_rows(), stacklevel=2)
     return {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)}
 
 
@@ -176,9 +173,10 @@ def prune_tensors(
             f"{source}: {m} must divide axis {axis} of matrices of floating-point numbers, and these are others: "
             f"{'; '.join(unfit[:5])}. Name fewer tensors."
         )
-    asked = {"names": names, "pattern": f"{n}:{m}", "axis": axis}
-    with _copied(source, target, asked, overwrite) as copy:
-        _check_finite(source, {name: copy.tensors[name] for name in chosen})
+    asked, before = {"names": names, "pattern": f"{n}:{m}", "axis": axis}, _stamps(source)
+    models.check_target(target, source, overwrite)
+    _check_finite(source, found, chosen)
+    with _copied(source, target, asked, overwrite, before) as copy:
         for name in chosen:
             _by_magnitude(copy.tensors[name], n, m, axis)
     return chosen
@@ -213,9 +211,7 @@ class _Copy:
         for file, names in self.tensors.files.items():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-            mapped = _base(self.tensors[names[0]]) if names else None
-            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                mapped.madvise(mmap.MADV_DONTNEED)  # the system keeps the pages as long as nobody needs their memory
+            _release(self.tensors, names)
         self.done, note = done, self.folder / NOTE
         new = note.with_suffix(".new")
         with new.open("w") as file:
@@ -226,10 +222,15 @@ class _Copy:
 
 
 @contextmanager
-def _copied(source: Any, target: Any, asked: dict[str, Any], overwrite: bool) -> Iterator[_Copy]:
-    """Copy a checkpoint, or open the copy that a killed process left. At the end it is put in the target's place."""
+def _copied(
+    source: Any, target: Any, asked: dict[str, Any], overwrite: bool, before: dict[Path, list[int]]
+) -> Iterator[_Copy]:  # fmt: skip
+    """Copy a checkpoint, or open the copy that a killed process left. At the end it is put in the target's place.
+
+    ``before`` is what `_stamps` returned before the checkpoint was looked at.
+    """
     models.check_target(target, source, overwrite)
-    found, folder, before = models.opened(source), Path(target), _stamps(source)
+    found, folder = models.opened(source), Path(target)
     config = [file.read_bytes() for file in Path(source).glob("config.json")]
     about = [str(Path(source).resolve()), *([file.name, *stamp] for file, stamp in before.items())]
     asked = asked | {"source": about, "config": hashlib.sha256(b"".join(config)).hexdigest()[:16]}
@@ -309,15 +310,32 @@ def _digest(calls: list[Call]) -> str:
 # ---- the model ----
 
 
-def _model(source: Any, held: Tensors, family: Kind | None) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return the model of a checkpoint, and its parameters by path: views of the tensors, in their dtype.
+def _reader(
+    source: Any, family: Kind | None
+) -> tuple[Callable[..., Any], Callable[[Tensors], dict[str, np.ndarray]]]:  # fmt: skip
+    """Return a function that makes the model of a checkpoint, and one of its tensors that returns the parameters.
 
-    It computes in float32, if it takes a dtype.
+    These are by path, views of the tensors in their dtype. The model computes in float32, if it takes a dtype.
     """
     make: Any = models.architecture(source, family=family)
     options = {"dtype": jnp.float32} if _takes_dtype(make.func) else {}
-    given = models.views(source, held, family=family, **options)
-    return models.made_of(partial(make, **options), given, nnx.Rngs(0), lambda v, dtype: v), given
+    return partial(make, **options), lambda held: models.views(source, held, family=family, **options)
+
+
+def _prunable(source: Any, model: Any, recipe: Recipe) -> list[tuple[Layer, Any]]:
+    """Return the layers that a recipe prunes and their patterns, or refuse sizes that do not divide."""
+    patterns: dict[str, Any] = {}
+    nnx.eval_shape(lambda model: patterns.update(hardened(model, recipe, Call((), {}))[1]), model)
+    if not patterns:
+        raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
+    found = [(layer, patterns[layer.path]) for layer in layers(model) if layer.path in patterns]
+    for layer, pattern in found:
+        shape, axis = layer.kernel.shape, pattern.contracted[-1]
+        if shape[axis] % pattern.m:
+            raise CheckpointError(
+                f"{source}: {layer.path} has shape {shape}, and {pattern.m} does not divide axis {axis}. Leave it out."
+            )
+    return found
 
 
 def _takes_dtype(make: Any) -> bool:
@@ -354,16 +372,25 @@ def _base(v: Any) -> Any:
     return v
 
 
-def _check_finite(source: Any, held: Mapping[str, np.ndarray]) -> None:
-    """Refuse tensors with NaN or infinity."""
-    for name, v in held.items():
-        if jnp.issubdtype(v.dtype, jnp.floating) and v.size:
-            flat = v.reshape(-1)
-            if not all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK)):
-                raise CheckpointError(
-                    f"{source}: the weight {name} has NaN or infinity, so the model is damaged. `nmjax verify` lists "
-                    "all such tensors."
-                )
+def _release(held: Tensors, names: Sequence[str]) -> None:
+    """Let the memory of a file's pages go. The system keeps the pages as long as nobody needs it."""
+    mapped = _base(held[names[0]]) if names else None
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _check_finite(source: Any, held: Tensors, chosen: Collection[str] | None = None) -> None:
+    """Refuse tensors with NaN or infinity: the chosen ones, or all."""
+    for names in held.files.values():
+        for name in names:
+            if jnp.issubdtype(held.dtype(name), jnp.floating) and (chosen is None or name in chosen):
+                flat = held[name].reshape(-1)
+                if not all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK)):
+                    raise CheckpointError(
+                        f"{source}: the weight {name} has NaN or infinity, so the model is damaged. `nmjax verify` "
+                        "lists all such tensors."
+                    )
+        _release(held, names)
 
 
 def _by_magnitude(v: np.ndarray, n: int, m: int, axis: int) -> None:
@@ -379,24 +406,27 @@ def _by_magnitude(v: np.ndarray, n: int, m: int, axis: int) -> None:
         part[~keep] = 0
 
 
-def _set_memory(steps: Steps, folder: Path, moments: bool, memory: float) -> None:
-    """Refuse a block that does not fit into the memory. Keep outputs in files if they would not fit beside it."""
-    if steps.blocks is None:  # the whole model is called
-        return
+def _spare(steps: Steps, moments: bool, memory: float) -> float:
+    """Return the memory that the largest block leaves, or refuse it."""
     need = {group: sum(_bytes(steps.layers[path], moments) for path in paths) for group, paths in steps.groups.items()}
     largest = max(need, key=lambda group: need[group])
-    spare = memory - need[largest]
-    if spare < 0:
+    if need[largest] > memory and steps.blocks is not None:  # otherwise the whole model is called
         raise CheckpointError(
             f"{largest} takes {need[largest] / 1e9:.1f} GB of memory to prune, more than {memory / 1e9:.1f}. Write "
             f"--memory {math.ceil(need[largest] / 1e9)}GB, or memory=... in Python."
         )
+    return memory - need[largest]
+
+
+def _keep_outputs(steps: Steps, folder: Path, spare: float) -> None:
+    """Keep outputs of blocks in files if they do not fit into this memory."""
 
     def keep(outputs: list[Any]) -> list[Any]:  # both of this block and of the one before are there
         fits = 2 * len(steps.calls) * sum(v.nbytes for v in outputs) <= spare
         return list(outputs) if fits else [_on_disk(np.asarray(v), folder) for v in outputs]
 
-    steps.blocks.keep = keep
+    if steps.blocks is not None:
+        steps.blocks.keep = keep
 
 
 def _bytes(layer: Layer, moments: bool) -> int:

@@ -224,6 +224,20 @@ def _bytes(path: Path, name: str, value: Any) -> Any:
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of the ``config.json`` of a checkpoint, a folder or a file in it; nothing if there is none."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: this is not JSON: {str(error)[:200]}.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: a config is a JSON object, got {type(config).__name__}.")
+    return config
+
+
 # ---- which files ----
 
 

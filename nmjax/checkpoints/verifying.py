@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nmjax.checkpoints.tensors import CheckpointError, read
+from nmjax.checkpoints.quantized import scales_of
+from nmjax.checkpoints.tensors import CheckpointError, read, read_config
 from nmjax.core import layer_paths
 
 CHUNK = 1 << 24  # values that are looked at together
@@ -161,7 +163,7 @@ def verify(
     """Look for an n:m pattern in the tensors of a checkpoint, whoever wrote it.
 
     Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time. Those with one axis
-    are searched for NaN and infinity only.
+    are searched for NaN and infinity only. Weights that `quantize` made must have their scales.
 
     Args:
       path: A safetensors file, an index, or a folder that has one of them.
@@ -172,7 +174,8 @@ def verify(
       every: A regular expression. Only tensors whose whole name matches are looked at, and all of them have to be n:m.
 
     Raises:
-      CheckpointError: The file is damaged, a program is not known, or no name of a matrix matches.
+      CheckpointError: The file is damaged, scales do not fit the weights of 8 bits, a program is not known, or no name
+        of a matrix matches.
       ValueError: ``n`` is not at least 1 and less than ``m``.
       OSError: The file cannot be read.
 
@@ -194,7 +197,11 @@ def verify(
         if program not in PROGRAMS:
             raise CheckpointError(f"the programs are {', '.join(PROGRAMS)}, got {program!r}.")
     tensors = read(path)
-    names = [name for name in tensors if every is None or _matches(every, name)]
+    try:
+        scales = scales_of(read_config(Path(path)), tensors).values()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    names = [name for name in tensors if name not in scales and (every is None or _matches(every, name))]
     if every is not None and not names:
         raise CheckpointError(
             f"{path}: no tensor has a name that matches {every!r}. Write a regular expression for whole names as the "

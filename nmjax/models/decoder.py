@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -92,7 +93,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
         """Return the normalised features, in float32."""
         x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         return x * (self.scale[...] + self.offset).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
@@ -205,7 +206,8 @@ class Block(nnx.Module):
           tables: The tables of rotary positions: of global blocks, and of local ones.
           local: True if the block sees only a window; None if no block does.
         """
-        far = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])[None]  # from each query back to each key
+        places = lax.iota(jnp.int32, x.shape[1])
+        far = places[:, None] - places[None]  # from each query back to each key
         visible = far >= 0
         if local is not None and self.window is not None:
             visible = visible & ((far < self.window) | ~local)
@@ -326,7 +328,7 @@ class Decoder(Transformer):
         if mask is not None and mask.shape != tokens.shape:
             raise ValueError(f"mask has the shape of tokens, {tokens.shape}, got {mask.shape}.")
         x = (found(self.tokens, tokens) * self.embedding_scale).astype(self.dtype)
-        positions = jnp.arange(tokens.shape[1])
+        positions = lax.iota(jnp.int32, tokens.shape[1])
         tables = tuple(rotary.tables(positions, self.features) for rotary in self.rotaries)
         each = (None if self.local is None else jnp.array(self.local),)
         mask = None if mask is None else mask.astype(bool)

@@ -368,7 +368,8 @@ def embedded(model: Any, tokens: Int[Array, "batch time"], first: int = 0) -> Fl
     Rows are read in float32, so that their gradients are summed in float32: a batch may have one token very often.
     """
     check_tokens(tokens, model.length)
-    return found(model.tokens, tokens) + model.positions(first + jnp.arange(tokens.shape[1]))[None]
+    positions = first + lax.iota(jnp.int32, tokens.shape[1])  # jax2onnx has no jnp.arange of a free length
+    return found(model.tokens, tokens) + model.positions(positions)[None]
 
 
 def found(table: nnx.Embed, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time width"]:

@@ -4,8 +4,9 @@ import gzip
 import json
 import lzma
 import os
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,22 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
 
     Args:
       path: A file of lines of text; or, if its name ends with .jsonl, of JSON objects with "text", and perhaps
-        "text_b". It may be compressed: .gz or .xz.
+        "text_b" and "label". It may be compressed: .gz or .xz.
       count: The greatest number of texts. The file is not read beyond them.
 
     Raises:
       ValueError: A line is not such an object, or is too long; or the file has no texts, is damaged, is not in UTF-8,
         or has more characters before the last of these texts than memory may hold.
       OSError: The file cannot be opened.
+
+    Warns:
+      UserWarning: All these texts have the same label.
     """
     path = Path(path)
     opened: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     jsonl = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".jsonl")
     texts: list[tuple[str, str | None]] = []
+    labels: list[str] = []
     path.open("rb").close()
     try:
         with opened(path, "rt", encoding="utf-8-sig") as file:
@@ -45,7 +50,9 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
                     most = LONGEST if len(line) > LONGEST else MOST
                     raise ValueError(f"{path}: {what} more than {most:,} characters. Use shorter or fewer texts.")
                 if line.strip():
-                    texts.append(_of_json(path, number, line) if jsonl else (line.strip(), None))
+                    first, second, label = _of_json(path, number, line) if jsonl else (line.strip(), None, None)
+                    texts.append((first, second))
+                    labels += [] if label is None else [json.dumps(label)]
                 if len(texts) >= count:  # a large file is not read to its end
                     break
     except UnicodeDecodeError as error:
@@ -54,10 +61,16 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
         raise ValueError(f"{path}: the file cannot be read: {error}.") from error
     if not texts:
         raise ValueError(f"{path}: the file has no texts.")
+    if len(texts) == len(labels) > 1 and len(set(labels)) == 1:
+        warnings.warn(
+            f"{path}: the first {len(texts):,} texts all have the label {labels[0][:40]}, and inputs of others are not "
+            "measured. Shuffle the file, or take more examples.",
+            stacklevel=2,
+        )
     return texts
 
 
-def _of_json(path: Path, number: int, line: str) -> tuple[str, str | None]:
+def _of_json(path: Path, number: int, line: str) -> tuple[str, str | None, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -67,7 +80,21 @@ def _of_json(path: Path, number: int, line: str) -> tuple[str, str | None]:
     second = found.get("text_b")
     if not isinstance(second, str | None):
         raise ValueError(f"{path}, line {number}: the field 'text_b' is not a text.")
-    return found["text"], second
+    return found["text"], second, found.get("label")
+
+
+def repeated(tokens: Sequence[Sequence[int]], size: int = LENGTHS[0]) -> float:
+    """Return the share of the runs of so many tokens that were there before, in the same text or in another one.
+
+    >>> repeated([[1, 2, 3, 4], [2, 3, 4, 5]], size=3)
+    0.25
+    """
+    texts = [np.asarray(one, np.int32) for one in tokens if len(one) >= size]
+    runs = [np.lib.stride_tricks.sliding_window_view(one, size) for one in texts]
+    if not runs:
+        return 0.0
+    every = np.ascontiguousarray(np.concatenate(runs)).view(f"V{4 * size}")
+    return 1 - len(np.unique(every)) / len(every)
 
 
 def tokenizer(file: str | os.PathLike[str]) -> Any:

@@ -535,7 +535,9 @@ def test_tokens_under_vmap():
 
 
 def test_few_rows_are_told():
-    with pytest.warns(UserWarning, match="the model: 5 rows for 8 inputs"):
+    with pytest.warns(
+        UserWarning, match="the model has 5 rows for 8 inputs.*Give 16 times as much: 10 rows for an input"
+    ):
         nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "ste(2,4)", [jnp.ones((5, 8))])
 
 

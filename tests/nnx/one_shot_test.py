@@ -72,7 +72,7 @@ class Routed(nnx.Module):
 @pytest.mark.parametrize("solver", [oneshot.wanda, oneshot.ria, oneshot.sparsegpt, oneshot.admm])
 def test_an_expert_without_tokens_is_pruned_by_magnitude(solver):
     model, x = Routed(), jnp.asarray(RNG.normal(size=(64, 16)), jnp.float32)
-    with pytest.warns(UserWarning, match="experts: 0 rows of an expert for 16 inputs"):
+    with pytest.warns(UserWarning, match="experts has 0 rows of an expert for 16 inputs .* Give much more: 10 rows"):
         pruned = nm.nnx.prune(model, "ste(2,4)", [(x, jnp.array([44, 20, 0, 0]))], solver)
     dense, kept = model.experts.kernel[...][3], pruned.model.experts.kernel[...][3]
     if solver is not oneshot.ria:  # its scores depend on the sums of rows and columns too

@@ -289,6 +289,15 @@ def test_a_checkpoint_whose_config_is_damaged_is_told(tmp_path):
         program(CONFIG_FILE, f"--config.weights={tmp_path / 'b'}")
 
 
+@pytest.mark.slow
+def test_quantized_weights_are_not_trained(tmp_path):
+    """Because the trained model is written in the form of the checkpoint: told before training."""
+    checkpoints.prune(BERT, tmp_path / "pruned", nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
+    checkpoints.quantize(tmp_path / "pruned", tmp_path / "small", "int8")
+    with pytest.raises(Mistake, match="its weights are quantized"):
+        program(CONFIG_FILE, f"--config.weights={tmp_path / 'small'}")
+
+
 def tokens(about, size, **more):
     """Let a tokenizer have so many tokens. The model has 40."""
     words = {word: i for word, i in about["model"]["vocab"].items() if i < size}
