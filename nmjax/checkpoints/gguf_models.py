@@ -252,11 +252,13 @@ def _llama_made(source: Gguf, name: str, v: np.ndarray) -> np.ndarray:
 
 
 def _llama_config(source: Gguf) -> dict[str, Any]:
+    whole = lambda name: _field(source, f"llama.{name}", int)
     for name in ("rope.scaling.type", "expert_count"):
         if source.metadata.get(f"llama.{name}") not in (None, 0, "none"):
             raise CheckpointError(f"{source.path}: llama.{name} is set, and convert_gguf does not know it.")
-    own = source.metadata.get("llama.attention.key_length")
-    return _sizes(source, "llama") | ({} if own is None else {"head_dim": own}) | {
+    features = whole("embedding_length") // whole("attention.head_count")
+    return _sizes(source, "llama") | {
+        "head_dim": source.metadata.get("llama.attention.key_length", features),
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in source,
     }  # fmt: skip
