@@ -256,7 +256,7 @@ def _llama_config(source: Gguf) -> dict[str, Any]:
     for name in ("rope.scaling.type", "expert_count"):
         if source.metadata.get(f"llama.{name}") not in (None, 0, "none"):
             raise CheckpointError(f"{source.path}: llama.{name} is set, and convert_gguf does not know it.")
-    features = whole("embedding_length") // whole("attention.head_count")
+    features = whole("embedding_length") // max(1, whole("attention.head_count"))
     return _sizes(source, "llama") | {
         "head_dim": source.metadata.get("llama.attention.key_length", features),
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "mlp_bias": False,
