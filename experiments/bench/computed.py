@@ -18,7 +18,7 @@ from experiments.bench import compiled
 from experiments.bench.measure import Table, in_turn
 from experiments.bench.steps import LARGE, METHODS, loss, recipe
 from experiments.training.device import peak_flops
-from nmjax.kernels.cycles import EFFICIENCY, PACKING, PRUNING, memory
+from nmjax.kernels.cycles import EFFICIENCY, PACKING, PRUNING, TWICE, memory
 
 DEVICE = "NVIDIA H200"
 SPEEDS = (1.2, 1.5, 2.0)  # of a packed product, relative to the dense one
@@ -38,7 +38,8 @@ def expected() -> Iterator[Table]:
         "What to expect",
         f"Products alone, on an {DEVICE}, for a method in the linear layers of blocks: how many times as fast as the "
         f"dense step a step would be if its packed products ran at {speeds} times the dense speed. Packing counts "
-        f"{PACKING} bytes a value; its time is relative to the dense step. Pruning by XLA, which emulated products "
+        f"{PACKING} bytes a value, or {2 * TWICE * PACKING} for two products; its time is relative to the dense step. "
+        f"Pruning by XLA, which emulated products "
         f"need, counts {PRUNING:.0f}. Dense products are assumed to run at {EFFICIENCY['dense']} of the peak, and "
         f"arrays to be read and written at {memory(DEVICE) / 1e12:.2f} TB/s. "
         "Other parts of a step, which take the same time in both, make the gain smaller. Computed, not measured.",
@@ -50,16 +51,18 @@ def gain(model: nnx.Module, example: Any, text: str) -> list[Any]:
     """Return the row of a method: packed products, packing, and the gain if they are emulated and at `SPEEDS`."""
     with nm.kernels.on(DEVICE):
         plan = nm.nnx.plan(model, recipe(text, "pallas"), example)  # "auto" would look at the user's own tiles
-    packed, values = 0, 0.0
+    packed, packing, pruning = 0, 0.0, 0.0
     for layer in plan.layers:
         for product, route in layer.runs:
             assert route.how in ("packed", "dense"), (layer.path, product, route)
             if route.how == "packed" and route.shape is not None:
                 packed += layer.flops or 0
-                once = 0.5 if route.operand == "w" and dict(layer.runs)["dx"].operand == "w" else 1.0  # one reading
-                values += once * route.shape.m * route.shape.k
+                twice = [one.operand for _, one in layer.runs if one.how == "packed"].count(route.operand) > 1
+                count = route.shape.m * route.shape.k
+                packing += (TWICE if twice else 1) * PACKING * count / memory(DEVICE)
+                pruning += (0.5 if twice and route.operand == "w" else 1) * PRUNING * count / memory(DEVICE)  # one mask
     rate = EFFICIENCY["dense"] * (peak_flops(DEVICE, "bfloat16") or 0)
-    dense, packing, pruning = plan.training[0] / rate, *(values * each / memory(DEVICE) for each in (PACKING, PRUNING))
+    dense = plan.training[0] / rate
     at = lambda speed: dense / (dense - packed / rate * (1 - 1 / speed) + packing)
     return [f"{packed / plan.training[0]:.2f}", packing / dense, dense / (dense + pruning), *map(at, SPEEDS)]
 

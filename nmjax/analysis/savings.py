@@ -46,6 +46,8 @@ def of_time(layers: Iterable[tuple[int | None, Runs]], why: str, speed: float | 
     if dense := sum(count * times.dense for count, times in calls):
         packing = sum(count * times.packing for count, times in calls) / dense
         left = packing + sum(count * times.packed for count, times in calls) / dense
+        if any(route.formats for _, route in routes):
+            return f"; expected at {left:.2f} of the time of dense FP8 products, without making forms"
         return f"; expected at {left:.2f} of the dense time, {packing:.2f} to pack"
     costs = [(cost, route.share) for cost, route in routes if route.how == "compacted"]
     dense, left = sum(cost for cost, _ in costs), sum(cost * share for cost, share in costs)

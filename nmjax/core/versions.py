@@ -6,6 +6,7 @@ Functions import Pallas's GPU backends themselves, because ``import nmjax`` does
 to import, and some builds of jaxlib lack them.
 """
 
+import functools
 import importlib
 from operator import attrgetter
 from typing import Any
@@ -111,6 +112,11 @@ def store(ref: Any, value: Any) -> None:
         plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[missing-attribute]
 
 
+@functools.cache
+def _transform() -> Any:
+    return private("jax._src.source_info_util", "Transform", "the count of FLOPs")
+
+
 def is_derived(equation: Any) -> bool:
     """Return True if an equation of a traced program comes from a derivative that the program takes itself.
 
@@ -125,6 +131,5 @@ def is_derived(equation: Any) -> bool:
     >>> names(jax.numpy.sin), names(jax.grad(jax.numpy.sin))
     ([('sin', False)], [('sin', True), ('cos', True), ('mul', True)])
     """
-    transform = private("jax._src.source_info_util", "Transform", "the count of FLOPs")
     stack = equation.source_info.name_stack.stack
-    return any(isinstance(entry, transform) and entry.name in ("jvp", "transpose") for entry in stack)
+    return any(isinstance(entry, _transform()) and entry.name in ("jvp", "transpose") for entry in stack)

@@ -10,6 +10,7 @@ from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 from nmjax.kernels.family import (
     BARRIERS,
+    BLOCKS,
     SHARED,
     Family,
     Shape,
@@ -64,7 +65,10 @@ class Blackwell(Family):
         refusal = division_refusal(shape, 128, config.tile_n, step)
         if refusal is not None:
             return refusal
-        ring = config.stages * (128 * 256 // 2 + 128 * step // 8 + config.tile_n * 256)
+        words = 128 * step // (16 if shape.bits == 4 else 8)
+        size, _ = BLOCKS.get(shape.bits, (step, ""))  # of 8 bits too, which may have scales
+        scales = (1 + -(-config.tile_n // 128)) * 128 * step // size if shape.bits < 16 else 0
+        ring = config.stages * (128 * 256 // 2 + words + scales + config.tile_n * 256)
         return memory_refusal(config, ring + 2 * 128 * 64 * jnp.dtype(shape.out).itemsize, SHARED - BARRIERS)
 
     def candidates(self, shape: Shape, target: Target) -> list[BlackwellConfig]:

@@ -268,8 +268,9 @@ def _packs_in_fp8(target: Target) -> bool:
         Copy("e5m2", turned=True, packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"),
         Copy("e5m2", turned=True),
     )
-    made = calls.copies(x, wanted, keys=[(3, 4)] * len(wanted), target=target)
-    return _same(made, [calls.copy_by_xla(x, copy, 3, 4) for copy in wanted])
+    keys = [(3 + i, 7 + i) for i in range(len(wanted))]
+    made = calls.copies(x, wanted, keys=keys, target=target)
+    return _same(made, [calls.copy_by_xla(x, copy, *own) for copy, own in zip(wanted, keys, strict=True)])
 
 
 def _multiplies_in_fp8(target: Target) -> bool:

@@ -15,6 +15,7 @@ EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # the share of these bounds that a 
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # bytes per second of a large copy; for other devices that of the H200
 REACHED = 0.6  # the share of it that pruning and packing reach: on an H100 0.44 for mvue, 0.63 to 0.69 for mse
 PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read, and written packed; read, and written
+TWICE = 4.25 / (2 * PACKING)  # of the bytes of two forms, those of both in one pass
 _CLOCK, _CORES = 1.83e9, 132  # cycles per second of a multiprocessor, and the number of them, of an H100 or H200
 _LAUNCH = 4000  # cycles of one kernel more: assumed
 _LATENCY = 1000  # cycles from the last product of a tile to the first of the next, apart from storing it: assumed

@@ -75,6 +75,11 @@ class Times(NamedTuple):
     packing: float
 
     @property
+    def in_one_pass(self) -> "Times":
+        """The times if one pass packs the operand for another product too: half of it counts here."""
+        return self._replace(packing=cycles.TWICE * self.packing)
+
+    @property
     def gain(self) -> float:
         """How many times faster the packed product is expected to be."""
         return (self.dense + self.pruning) / (self.packed + self.packing)

@@ -197,10 +197,20 @@ def _case(
 @lru_cache
 def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
     layout = layout_of(case.op, case.lhs, case.rhs)
-    routes = ((product, _route(product, case, layout)) for product in CONTRACTED)
+    routes = _in_one_pass([(product, _route(product, case, layout)) for product in CONTRACTED])
     if case.platform == "tpu":
         routes = ((product, _on_tpu(product, route, case)) for product, route in routes)
     return tuple(routes), layout, case.device
+
+
+def _in_one_pass(routes: list[tuple[str, Route]]) -> list[tuple[str, Route]]:
+    """Return the routes with the times of operands that one pass packs for two products."""
+    packed = [route.operand for _, route in routes if route.how == "packed" and not route.formats]
+    shared = lambda route: route.times is not None and not route.formats and packed.count(route.operand) > 1
+    return [
+        (product, route._replace(times=route.times.in_one_pass) if shared(route) and route.times else route)
+        for product, route in routes
+    ]
 
 
 def _on_tpu(product: str, route: Route, case: Case) -> Route:

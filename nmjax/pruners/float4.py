@@ -7,7 +7,9 @@ NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149). A val
 
 Here scales of blocks are rounded up, so that no value lies beyond 6: what is clipped would bias random rounding. The
 scale of the tensor is a power of two, and scales of blocks are 2**-6 or more. So a result has six bits of mantissa at
-most, which bfloat16 holds exactly, and rounding it to the nearest again changes nothing.
+most, which bfloat16 holds exactly. What was rounded to the nearest, and is rounded again, does not change. Where 6
+times a scale is beyond the dtype, which only the last twelfth of its range can bring about, 4 times the scale stands
+for it.
 """
 
 import itertools
@@ -36,7 +38,7 @@ def rounded(
 ) -> Float[Array, "..."]:  # fmt: skip
     """Round numbers to E2M1 times a scale. Magnitudes above 6 times the scale become that.
 
-    All that is compared is exact for a scale with four bits, so that every device rounds alike.
+    All that is compared is exact for a scale with four bits, or one product, so that every device rounds alike.
 
     Args:
       x: Finite numbers in float32 or float64.
@@ -153,5 +155,8 @@ class _Cast(Pruner):
         numbers = jnp.where(finite, wide, 0.0)
         scale = jnp.expand_dims(scales(numbers, axis, self.block), axis + 1)
         u = None if self.rounding == "nearest" else groups.split(group_uniforms(x, axis, 1, ctx), axis, self.block)
-        stored = groups.unsplit(rounded(groups.split(numbers, axis, self.block), scale, u), axis)
+        split = groups.split(numbers, axis, self.block)
+        made = rounded(split, scale, u)
+        beyond = jnp.abs(made) > float(jnp.finfo(x.dtype).max)
+        stored = groups.unsplit(jnp.where(beyond, jnp.copysign(VALUES[-2] * scale, split), made), axis)
         return fusion.rounded(jnp.where(finite, stored, wide), x.dtype)

@@ -15,9 +15,9 @@ import jax
 from nmjax.core import groups
 from nmjax.core.bases import ByParts, inner_at
 from nmjax.core.context import Axes, Ctx
-from nmjax.core.pruner import Facts, Pruner
+from nmjax.core.pruner import Facts, Pruner, check_inner
 from nmjax.pruners.nothing import identity
-from nmjax.pruners.whole_rows import rows
+from nmjax.pruners.whole_rows import meaningless, rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +44,10 @@ class pairs(ByParts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rows(self.p)
+        check_inner(self, self.p)
+        reason = meaningless(self.p, "pairs")
+        if reason is not None:
+            raise ValueError(f"{self}: {reason}")
 
     def describe(self) -> Facts:
         p = rows(self.p).facts

@@ -66,7 +66,7 @@ class rows(ByParts):
         check_inner(self, self.p)
         if self.by not in ("own", "both"):
             raise ValueError(f"{self}: by must be 'own' or 'both'.")
-        reason = _meaningless(self.p)
+        reason = meaningless(self.p, "rows")
         if reason is not None:
             raise ValueError(f"{self}: {reason}")
 
@@ -119,7 +119,7 @@ class rows(ByParts):
         now = inner_at(self.p, step)
         if now == identity:
             return now
-        return self if _meaningless(now) else replace(self, p=now)
+        return self if meaningless(now, "rows") else replace(self, p=now)
 
     @property
     def final(self) -> Pruner:
@@ -147,20 +147,26 @@ def _relative(size: jax.Array, axis: int, m: int) -> jax.Array:
     return groups.unsplit(scaled, axis)
 
 
-def _meaningless(p: Pruner) -> str | None:
-    """Return why a pruner cannot prune norms, and what to write instead; None if it can."""
+def meaningless(p: Pruner, name: str) -> str | None:
+    """Return why a pruner cannot prune norms, and what to write instead; None if it can.
+
+    Args:
+      p: The pruner.
+      name: The pruner that it would stand in, "rows" or "pairs".
+    """
+    instead = f"Write {name}(mse(2,4))."
     if p.facts.block == 1:
-        return "rows needs a pruner with groups, such as mse(2,4) or mvue(1,4)."
+        return f"{name} needs a pruner with groups, such as mse(2,4) or mvue(1,4)."
     if p.facts.tiles:
-        return f"{p} prunes along two axes, and the norms of rows have one. Write rows(mse(2,4))."
+        return f"{p} prunes along two axes, and the norms of {name} have one. {instead}"
     if p.facts.reorders:
-        return f"{p} changes the order of the groups, and rows needs consecutive ones. Write rows(mse(2,4))."
+        return f"{p} changes the order of the groups, and {name} needs consecutive ones. {instead}"
     if (storage := p.normal_form().storage) is not None:
-        return f"{storage} rounds values, and norms are not rounded. Round the rows: chain(rows(mse(2,4)),{storage})."
+        return f"{storage} rounds values, and norms are not rounded. Round after it: chain({name}(mse(2,4)),{storage})."
     if needs_norms(p):
-        return f"{p} reads norms of the inputs, which rows has not. Write rows(mse(2,4))."
+        return f"{p} reads norms of the inputs, which {name} has not. {instead}"
     if has_rows(p):
-        return "rows cannot stand inside rows. Write rows(mse(2,4))."
+        return f"rows cannot stand inside {name}. {instead}"
     return None
 
 

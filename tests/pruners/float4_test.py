@@ -1,6 +1,7 @@
 """FP4: the codes of the format, scales of blocks, and rounding that is exact on average, alone and after `mvue`."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,35 @@ def test_tiny_and_huge_tensors():
         y = np.asarray(nm.prune(nm.fp4(), jnp.asarray(x * np.float32(2.0**power)))) / 2.0**power
         assert (np.abs(y - x) <= 1.1 * x / 4).all()
     assert (np.asarray(nm.prune(nm.fp4(), jnp.full((1, 16), 1e-38))) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_largest_values_of_a_dtype_stay_finite(dtype):
+    """Six times a scale that was rounded up is beyond the dtype: four times the scale is next on the grid."""
+    most = float(jnp.finfo(dtype).max)
+    x = np.ones((4, 16))
+    x[:, 0], x[1, 1], x[2, 0], x[3, 0] = most, -0.99 * most, 0.9 * most, -most
+    x = jnp.asarray(x, dtype)
+    for p in (nm.fp4(), nm.fp4("random")):
+        y = nm.prune(p, x, key=0)
+        assert jnp.isfinite(y).all()
+        grid = (
+            np.asarray(y, np.float64)[:, 0] / np.asarray(float4.scales(x.astype("float32"), -1, 16), np.float64)[:, 0]
+        )
+        assert set(np.abs(grid)) <= {4.0, 6.0}
+        assert (np.sign(grid) == np.sign(np.asarray(x, np.float64)[:, 0])).all()
+
+
+def test_pairs_that_cannot_be_pruned_are_told():
+    for p, said in (
+        (nm.transposable(2, 4), "the norms of pairs have one. Write pairs(mse(2,4))"),
+        (nm.fp4(), "Round after it: chain(pairs(mse(2,4)),fp4())"),
+        (nm.rows(nm.mse(2, 4)), "rows cannot stand inside pairs"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            nm.pairs(p)
+    with pytest.raises(TypeError, match="pairs takes pruners, got int"):
+        nm.pairs(3)
 
 
 def test_the_gradient_passes_through():

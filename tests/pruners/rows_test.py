@@ -163,7 +163,7 @@ def test_by_both_has_the_least_variance():
     [
         ("rows(transposable(2,4))", "transposable(2,4) prunes along two axes"),
         ("rows(permute(mse(2,4)))", "permute(mse(2,4)) changes the order of the groups"),
-        ("rows(chain(mse(2,4),fp8('e4m3')))", "Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))"),
+        ("rows(chain(mse(2,4),fp8('e4m3')))", "Round after it: chain(rows(mse(2,4)),fp8('e4m3'))"),
         ("rows(wanda(2,4))", "norms of the inputs"),
         ("hold(wanda(2,4))", "Then write hold(mse(2,4)): it holds that mask"),
         ("rows(rows(mse(2,4)))", "rows cannot stand inside rows"),

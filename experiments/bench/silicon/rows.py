@@ -249,9 +249,10 @@ def _along_both(p: nm.Pruner, device: Target) -> _Ways:
 def _in_fp8(device: Target) -> _Ways:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
+    keys = [(KEYS[0] + i, KEYS[1] + 4 + i) for i in range(len(wanted))]
     return _Ways(
-        lambda x: [form for form, _ in calls.copies(x, wanted, keys=[KEYS] * len(wanted), target=device)],
-        lambda x: [calls.copy_by_xla(x[0], one, *KEYS)[0] for one in wanted],
+        lambda x: [form for form, _ in calls.copies(x, wanted, keys=keys, target=device)],
+        lambda x: [calls.copy_by_xla(x[0], one, *own)[0] for one, own in zip(wanted, keys, strict=True)],
     )
 
 
