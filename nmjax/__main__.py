@@ -304,20 +304,20 @@ def _prune(asked: argparse.Namespace) -> int:
         raise ValueError(f"--n {asked.n} --m {asked.m} prunes nothing: n must be less than m.")
     if asked.length is not None and asked.length < texts.LENGTHS[0]:
         raise ValueError(f"--length {asked.length}: calibration needs texts of at least {texts.LENGTHS[0]} tokens.")
+    if asked.tensors is not None and (asked.method != "magnitude" or asked.data):
+        raise ValueError("--tensors prunes by magnitude, without data: write --method magnitude.")
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(
             f"--method {asked.method} measures the inputs of layers. Add --data FILE: a hundred texts or images, or "
             "more, of all the kinds that the model is for. --method magnitude needs none."
         )
-    idle = [f"--{one}" for one in ("examples", "length", "memory") if asked.data is None and vars(asked)[one]]
-    if idle:
+    idle = [f"--{one}" for one in ("examples", "length", "memory") if vars(asked)[one] is not None]
+    if idle and asked.data is None:
         raise ValueError(f"without --data there is no use for {', '.join(idle)}. Leave it out.")
     if asked.tensors is None and asked.axis is not None:
         raise ValueError("--axis is that of the groups of --tensors. For layers it is known.")
     if asked.tensors is not None and (asked.family or asked.permute):
         raise ValueError("--tensors takes no model: leave out --family and --permute.")
-    if asked.tensors is not None and (asked.method != "magnitude" or asked.data):
-        raise ValueError("--tensors prunes by magnitude, without data: write --method magnitude.")
     if asked.permute and asked.data is None:
         raise ValueError("--permute measures the inputs of layers. Add --data FILE.")
     source, overwrite, family = _folder(asked.path), asked.overwrite, _family(asked)
@@ -344,8 +344,8 @@ def _prune(asked: argparse.Namespace) -> int:
     print(f"Data: {told}, for layers of up to {widest:,} inputs: {good}.", file=sys.stderr, flush=True)
     solver = getattr(oneshot, asked.method)
     found = checkpoints.prune(
-        source, asked.out, recipe, batches, solver, family=family, permute=asked.permute, memory=asked.memory or 8e9,
-        overwrite=overwrite, progress=True,
+        source, asked.out, recipe, batches, solver, family=family, permute=asked.permute,
+        memory=8e9 if asked.memory is None else asked.memory, overwrite=overwrite, progress=True,
     )  # fmt: skip
     print(f"{asked.out}: {len(sizes)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
     errors = np.array(list(found.values()))
@@ -459,6 +459,8 @@ def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.Shap
     Axes whose sizes are not asked for are symbolic.
     """
     if isinstance(model, models.ViT):
+        if asked.length is not None:
+            raise ValueError("--length is for texts, and this model takes images. Leave it out.")
         batch = jax.export.symbolic_shape(str(asked.batch or "batch"))
         return model, [jax.ShapeDtypeStruct((*batch, *model.shape), jnp.float32)], ["images"]
     if not hasattr(model, "length"):

@@ -228,6 +228,8 @@ def _gemma_tokenizer(source: Gguf) -> dict[str, Any]:
 def _check_words(source: Gguf, words: list[str], types: list[int]) -> None:
     if len(set(words)) < len(words) or not all(type(kind) is int for kind in types):
         raise CheckpointError(f"{source.path}: the tokenizer has a token twice, or types that are not whole numbers.")
+    if len(words) != len(types) or not all(type(word) is str for word in words):
+        raise CheckpointError(f"{source.path}: the tokenizer has tokens without a type, or that are not texts.")
 
 
 def _added(words: list[str], types: list[int]) -> list[dict[str, Any]]:
@@ -253,12 +255,16 @@ def _llama_made(source: Gguf, name: str, v: np.ndarray) -> np.ndarray:
 
 def _llama_config(source: Gguf) -> dict[str, Any]:
     whole = lambda name: _field(source, f"llama.{name}", int)
-    for name in ("rope.scaling.type", "expert_count"):
-        if source.metadata.get(f"llama.{name}") not in (None, 0, "none"):
+    for name in ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "expert_count"):
+        if source.metadata.get(f"llama.{name}") not in (None, 0, 1.0, "none"):
             raise CheckpointError(f"{source.path}: llama.{name} is set, and convert_gguf does not know it.")
-    features = whole("embedding_length") // max(1, whole("attention.head_count"))
+    features = source.metadata.get(
+        "llama.attention.key_length", whole("embedding_length") // max(1, whole("attention.head_count"))
+    )
+    if source.metadata.get("llama.rope.dimension_count", features) != features:
+        raise CheckpointError(f"{source.path}: llama.rope.dimension_count is not {features}, the features of a head.")
     return _sizes(source, "llama") | {
-        "head_dim": source.metadata.get("llama.attention.key_length", features),
+        "head_dim": features,
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in source,
     }  # fmt: skip
@@ -271,7 +277,13 @@ def _llama_tokenizer(source: Gguf) -> dict[str, Any]:
         raise CheckpointError(f"{source.path}: the tokenizer is {kind}, and only ('gpt2', 'smollm') is known.")
     words: list[str] = _field(source, "tokenizer.ggml.tokens", list)
     types: list[int] = _field(source, "tokenizer.ggml.token_type", list)
+    merges: list[str] = _field(source, "tokenizer.ggml.merges", list)
     _check_words(source, words, types)
+    known = set(words)
+    if not all(type(one) is str and one.count(" ") == 1 and known.issuperset(one.split(" ")) for one in merges):
+        raise CheckpointError(f"{source.path}: the tokenizer has merges that are not of two of its tokens.")
+    if source.metadata.get("tokenizer.ggml.add_bos_token"):
+        raise CheckpointError(f"{source.path}: tokenizer.ggml.add_bos_token is set, which no SmolLM2 has.")
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(words, types), "normalizer": None,
@@ -283,7 +295,7 @@ def _llama_tokenizer(source: Gguf) -> dict[str, Any]:
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
             "vocab": {word: i for i, word in enumerate(words)},
-            "merges": [merge.split(" ") for merge in _field(source, "tokenizer.ggml.merges", list)],
+            "merges": [merge.split(" ") for merge in merges],
         },
     }  # fmt: skip
 

@@ -245,13 +245,19 @@ def quantize(
     if kind not in KINDS:
         raise CheckpointError(f"weights of 8 bits are {' or '.join(KINDS)}, got {kind!r}.")
     found, folder, config = opened(source), Path(target), _config(source)
+    if config.get("model_type") == "gpt2":
+        raise CheckpointError(f"{source}: GPT-2 keeps [inputs, outputs], and weights of 8 bits are [outputs, inputs].")
+    if folder.exists() and folder.samefile(_home(source)):
+        raise CheckpointError(f"{source}: its weights would be lost. Name another folder.")
     check_target(folder, source, overwrite)
+    if "quantization_config" in config:
+        raise CheckpointError(f"{source}: config.json has quantization_config already.")
     checked = verify(source, n, m)
     wrong = [*checked.not_finite, *(one.name for one in checked.broken)]
     if wrong:
         raise CheckpointError(f"{source}: not {n}:{m} in all groups, or not finite: {', '.join(wrong[:5])}.")
     fits = lambda one: len(one.shape) == 2 and 1 in one.axes and one.dtype in HALF and one.name.endswith(".weight")
-    chosen = [one.name for one in checked.sparse if fits(one)]
+    chosen = [one.name for one in checked.sparse if fits(one) and "embed" not in one.name]
     if not chosen:
         raise CheckpointError(
             f"{source}: no matrix X.weight [outputs, inputs] is {n}:{m} along its inputs. Prune it first: nmjax prune."
@@ -263,7 +269,8 @@ def quantize(
         made[name] = Tensor(shape, np.dtype(KINDS[kind][0]), part(name, 0))
         made[f"{name}_scale"] = Tensor((shape[0], 1), np.dtype(np.float32), part(name, 1))
     others = [one for one in found if one.endswith(".weight") and one not in chosen and len(found.shape(one)) == 2]
-    ignored = dict.fromkeys([*(one.removesuffix(".weight") for one in others), "lm_head"])
+    tied = [] if "lm_head.weight" in chosen else [r"re:.*(lm_head|predictions).*"]  # also of heads without a tensor
+    ignored = dict.fromkeys([*(one.removesuffix(".weight") for one in others), *tied])
     config |= {"quantization_config": described(kind, list(ignored))}
     _write(folder, source, found, made, {"config.json": config})
     return chosen

@@ -93,7 +93,7 @@ def _quantize(graph: Any, weights: Iterable[tuple[np.ndarray, np.ndarray]], onnx
     digest = lambda v: (v.shape, hashlib.sha256(np.ascontiguousarray(v).tobytes()).digest())
     known: dict[Any, tuple[int, np.ndarray, np.ndarray]] = {}
     for values, scales in weights:
-        whole, one = product(values, scales), np.broadcast_to(scales, (len(values), 1)).ravel()
+        whole, one = product(values, scales), np.broadcast_to(np.float32(scales), (len(values), 1)).ravel()
         known |= {digest(whole): (0, values, one), digest(whole.T): (1, values.T, one)}
     count = 0
     for constant in list(graph.initializer) if known else ():

@@ -56,6 +56,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     about = config.get("quantization_config")
     if not isinstance(about, dict) or about.get("quant_method") != "compressed-tensors":
         return None
+    if about.get("transform_config") or about.get("sparsity_config"):
+        return None
     groups = about.get("config_groups")
     weights = (
         [isinstance(one, dict) and one.get("weights") for one in groups.values()] if isinstance(groups, dict) else []

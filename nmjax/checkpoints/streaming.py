@@ -101,7 +101,6 @@ def prune(
     _check_dtype(source, model, given)
     steps, moments = Steps(model, recipe, calls, permute=permute), solver not in OF_NORMS
     spare = _spare(steps, moments, memory)
-    del model, found
     with _copied(source, target, asked, overwrite, before) as copy:
         given = views(copy.tensors)
         for path, variable in parameters(steps.model):
@@ -166,8 +165,8 @@ def prune_tensors(
             f"{source}: no tensor has a name that matches {names!r}. It has {', '.join(list(found)[:8])}."
         )
     whole = lambda name: len(found.shape(name)) == 2 and found.shape(name)[axis] % m == 0
-    floats = lambda name: not isinstance(found.dtype(name), str) and jnp.issubdtype(found.dtype(name), jnp.floating)
-    unfit = [f"{name} {found.dtype(name)} {found.shape(name)}" for name in chosen if not (whole(name) and floats(name))]
+    fits = lambda name: whole(name) and _floating(found.dtype(name))
+    unfit = [f"{name} {found.dtype(name)} {found.shape(name)}" for name in chosen if not fits(name)]
     if unfit:
         raise CheckpointError(
             f"{source}: {m} must divide axis {axis} of matrices of floating-point numbers, and these are others: "
@@ -374,16 +373,22 @@ def _base(v: Any) -> Any:
 
 def _release(held: Tensors, names: Sequence[str]) -> None:
     """Let the memory of a file's pages go. The system keeps the pages as long as nobody needs it."""
-    mapped = _base(held[names[0]]) if names else None
+    readable = [name for name in names if not isinstance(held.dtype(name), str)]
+    mapped = _base(held[readable[0]]) if readable else None
     if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _floating(dtype: Any) -> bool:
+    """Return whether a tensor has floating-point numbers that NumPy can hold."""
+    return not isinstance(dtype, str) and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _check_finite(source: Any, held: Tensors, chosen: Collection[str] | None = None) -> None:
     """Refuse tensors with NaN or infinity: the chosen ones, or all."""
     for names in held.files.values():
         for name in names:
-            if jnp.issubdtype(held.dtype(name), jnp.floating) and (chosen is None or name in chosen):
+            if (chosen is None or name in chosen) and _floating(held.dtype(name)):
                 flat = held[name].reshape(-1)
                 if not all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK)):
                     raise CheckpointError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nmjax.nnx.layers import layers
 from nmjax.nnx.one_shot import parameters
 from nmjax.nnx.variables import unhardened
 
@@ -50,8 +51,7 @@ def low_rank(model: nnx.Module, names: str, rank: int, *, rngs: nnx.Rngs) -> dic
 
     Args:
       model: A model with zeros in its weights.
-      names: A regular expression of whole paths of parameters, such as ``"blocks/.*/kernel"``. Those with two axes are
-        changed.
+      names: A regular expression of whole paths of kernels of registered layers, such as ``"blocks/.*/kernel"``.
       rank: The rank of the changes.
       rngs: The random numbers of the first factors, which have the variance 1/inputs.
 
@@ -59,15 +59,23 @@ def low_rank(model: nnx.Module, names: str, rank: int, *, rngs: nnx.Rngs) -> dic
       The factors by the path of the parameter.
 
     Raises:
-      ValueError: The rank is not positive, no matrix has such a path, or the model prunes its weights at each step.
+      ValueError: The rank is not positive, no kernel has such a path, one is no matrix, or the model prunes its weights
+        at each step.
     """
     if rank < 1:
         raise ValueError(f"low_rank: rank must be at least 1, got {rank}.")
     if (path := unhardened(model)) is not None:
         raise ValueError(f"low_rank: {path} prunes its weight at each step. Pass nm.nnx.harden(model).")
-    shapes = {path: v.shape for path, v in parameters(model) if re.fullmatch(names, path) and v.ndim == 2}
+    kernels = [layer for layer in layers(model) if layer.has_weight and re.fullmatch(names, layer.kernel_path)]
+    shapes = {layer.kernel_path: layer.kernel.shape for layer in kernels}
     if not shapes:
-        raise ValueError(f"low_rank: no parameter with two axes has a path that matches {names!r}.")
+        raise ValueError(f"low_rank: no kernel of a registered layer has a path that matches {names!r}.")
+    for path, shape in shapes.items():
+        if len(shape) != 2:
+            raise ValueError(
+                f"low_rank: {path} has shape {shape}, and only matrices are changed. Name others, or make the model "
+                "without scan."
+            )
     normal = lambda shape: jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5
     return {path: LowRank(normal((i, rank)), jnp.zeros((rank, o))) for path, (i, o) in shapes.items()}
 

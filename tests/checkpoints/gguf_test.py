@@ -239,6 +239,14 @@ def test_smollm2_is_converted(tmp_path):
         ({"tokenizer.ggml.pre": "llama-bpe"}, "the tokenizer is ('gpt2', 'llama-bpe'), and only ('gpt2', 'smollm')"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is set"),
         ({"llama.expert_count": 8}, "llama.expert_count is set"),
+        ({"llama.rope.scaling.factor": 8.0}, "llama.rope.scaling.factor is set"),
+        ({"llama.rope.dimension_count": 2}, "llama.rope.dimension_count is not 8"),
+        ({"tokenizer.ggml.token_type": [3, 3]}, "tokens without a type"),
+        ({"tokenizer.ggml.tokens": list(range(40))}, "or that are not texts"),
+        ({"tokenizer.ggml.merges": ["a b c"]}, "merges that are not of two of its tokens"),
+        ({"tokenizer.ggml.merges": ["zz b"]}, "merges that are not of two of its tokens"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "merges that are not of two of its tokens"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token is set"),
     ],
 )
 def test_other_llamas_are_refused(changes, said, tmp_path, capsys):

@@ -104,7 +104,7 @@ def test_a_checkpoint_keeps_its_masks(kind, pruned, tmp_path, capsys):
     assert config == json.loads((GOLDEN / "llama/config.json").read_text())
     form = {"int8": "int-quantized", "fp8": "float-quantized"}[kind]
     assert (about["format"], about["quant_method"]) == (form, "compressed-tensors")
-    assert set(about["ignore"]) == {"lm_head", "model.embed_tokens"}
+    assert set(about["ignore"]) == {"lm_head", "model.embed_tokens", "re:.*(lm_head|predictions).*"}
     model = checkpoints.load(tmp_path / "out")
     up = "model.layers.1.mlp.up_proj.weight"
     np.testing.assert_array_equal(model.blocks[1].mlp.up.kernel[...].T, np.float32(found[up]) * found[f"{up}_scale"])
@@ -148,7 +148,7 @@ def test_other_configs_are_left_alone(pruned, tmp_path):
     for change in (
         groups(weights | {"strategy": "block"}), groups(weights | {"symmetric": False}), groups(None), groups([]),
         {"config_groups": 3}, {"config_groups": {}}, {"config_groups": {"group_0": 3}}, {"format": ["dense"]},
-        {"quant_method": "fp8"},
+        {"quant_method": "fp8"}, {"transform_config": {"a": {"b": 1}}}, {"sparsity_config": {"format": "x"}},
     ):  # fmt: skip
         (tmp_path / "out/config.json").write_text(json.dumps(config | {"quantization_config": about | change}))
         assert len(checkpoints.verify(tmp_path / "out").sparse) == 14
@@ -162,19 +162,19 @@ def test_other_configs_are_left_alone(pruned, tmp_path):
 def test_what_cannot_be_quantized_is_refused(pruned, tmp_path):
     for source, said in (
         (GOLDEN / "llama", r"no matrix X.weight \[outputs, inputs\] is 2:4 along its inputs"),
-        (pruned / "gpt2", r"no matrix X.weight \[outputs, inputs\] is 2:4 along its inputs"),  # its axis 0 is that
+        (pruned / "gpt2", r"GPT-2 keeps \[inputs, outputs\]"),
     ):
         with pytest.raises(CheckpointError, match=said):
             checkpoints.quantize(source, tmp_path / "out", "int8")
     with pytest.raises(CheckpointError, match="weights of 8 bits are int8 or fp8, got 'int4'"):
         checkpoints.quantize(pruned / "llama", tmp_path / "out", "int4")
     name = "model.layers.1.mlp.up_proj.weight"
-    for value, said in (((0, 0), "2:4 in all groups, or not finite: "), ((0, np.nan), "or not finite: ")):
+    for group in ([1, 2, 3, 4], [0, np.nan, 3, 0]):
         shutil.copytree(pruned / "llama", tmp_path / "broken", dirs_exist_ok=True)
         tensors = {one: np.array(v) for one, v in checkpoints.read(pruned / "llama").items()}
-        tensors[name][0, :4] = [1, 2, 3, value[1] or 4]
+        tensors[name][0, :4] = group
         checkpoints.write(tmp_path / "broken/model.safetensors", tensors)
-        with pytest.raises(CheckpointError, match=f"{said}{name}"):
+        with pytest.raises(CheckpointError, match=f"2:4 in all groups, or not finite: {name}"):
             checkpoints.quantize(tmp_path / "broken", tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
 
@@ -212,3 +212,29 @@ def test_other_patterns_and_several_files(tmp_path):
     for i in range(2):
         back = product(found[f"{i}.weight"], found[f"{i}.weight_scale"])
         assert (np.abs(back - w[i].astype(np.float32)) <= found[f"{i}.weight_scale"] / 2 * 1.0001).all()
+
+
+def test_heads_and_embeddings(tmp_path):
+    """A pruned head is not ignored, one without a tensor is; an embedding is never in 8 bits."""
+    names = r".*(lm_head|embed_tokens|_proj)\.weight"
+    checkpoints.prune_tensors(GOLDEN / "llama", tmp_path / "pruned", names, 2, 4)
+    chosen = checkpoints.quantize(tmp_path / "pruned", tmp_path / "out", "int8")
+    ignored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"]
+    assert "lm_head.weight" in chosen
+    assert ignored == ["model.embed_tokens"]
+    checkpoints.prune_tensors(GOLDEN / "llama", tmp_path / "blocks", r".*_proj\.weight", 2, 4)
+    checkpoints.quantize(tmp_path / "blocks", tmp_path / "out2", "int8")
+    ignored = json.loads((tmp_path / "out2/config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) == {"model.embed_tokens", "lm_head", "re:.*(lm_head|predictions).*"}
+
+
+def test_nothing_is_lost_by_quantizing(tmp_path):
+    """Neither the checkpoint itself, nor what another program says of its own weights of few bits."""
+    checkpoints.prune_tensors(GOLDEN / "llama", tmp_path / "pruned", r".*_proj\.weight", 2, 4)
+    with pytest.raises(CheckpointError, match="its weights would be lost. Name another folder"):
+        checkpoints.quantize(tmp_path / "pruned", tmp_path / "pruned", "int8", overwrite=True)
+    config = json.loads((tmp_path / "pruned/config.json").read_text())
+    described = config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "pruned/config.json").write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match="config.json has quantization_config already"):
+        checkpoints.quantize(tmp_path / "pruned", tmp_path / "out", "int8")

@@ -251,8 +251,8 @@ def test_weights_and_memory_are_looked_at_before_the_copy(tmp_path, monkeypatch)
     seven = nm.Recipe((("blocks/.*", "ste(2,7)"), (".*", "dense")))
     for recipe, batches, solver, memory, said in (
         (RECIPE, tokens(), nm.oneshot.wanda, 1e3, "blocks/0 takes 0.0 GB of memory"),
-        (seven, [], nm.oneshot.magnitude, 8e9, "7"),
-        (seven, tokens(), nm.oneshot.wanda, 8e9, "7"),
+        (seven, [], nm.oneshot.magnitude, 8e9, "do not divide into groups of 7"),
+        (seven, tokens(), nm.oneshot.wanda, 8e9, "do not divide into groups of 7"),
     ):
         with pytest.raises(ValueError, match=said):
             checkpoints.prune(source, tmp_path / "out", recipe, batches, solver, memory=memory)
@@ -358,3 +358,16 @@ def test_large_arrays_are_pruned_in_parts(monkeypatch):
     across = np.ascontiguousarray(x.T)
     streaming._by_magnitude(across, 2, 4, 0)
     np.testing.assert_array_equal(across, right.T)
+
+
+def test_tensors_that_numpy_cannot_hold_are_left_alone(tmp_path):
+    """A matrix beside others of four bits, which safetensors calls F4."""
+    header = {
+        "a.packed": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]},
+        "w.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [4, 20]},
+    }
+    text = json.dumps(header).encode()
+    data = bytes(4) + np.arange(1, 5, dtype=np.float32).tobytes()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    assert checkpoints.prune_tensors(tmp_path / "a.safetensors", tmp_path / "out", "w.weight", 2, 4) == ["w.weight"]
+    assert checkpoints.read(tmp_path / "out")["w.weight"].tolist() == [[0, 0, 3, 4]]
