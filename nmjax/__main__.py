@@ -388,14 +388,16 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
     tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
     if max(max(one, default=0) for one in tokens) >= vocabulary:
         raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
+    alone = isinstance(model, models.BERT) or not getattr(model, "unembed", True)  # a text is an input by itself
     if isinstance(model, models.BERT):
         pairs = zip(texts.batches(tokens, length), texts.batches(types, length), strict=True)
         batches = [(jnp.asarray(one), None, jnp.asarray(kind)) for one, kind in pairs]
     else:
-        batches = [jnp.asarray(batch) for batch in texts.windows(tokens, length)]
+        cut = texts.batches if alone else texts.windows
+        batches = [jnp.asarray(batch) for batch in cut(tokens, length)]
     rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
     if rows < texts.LENGTHS[0]:
-        which = "each text has" if isinstance(model, models.BERT) else "the texts together have"
+        which = "each text has" if alone else "the texts together have"
         hint = "That is too short for calibration. Give longer texts."
         raise ValueError(f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. {hint}")
     again = texts.repeated([one[:length] for one in tokens])

@@ -296,8 +296,10 @@ def test_prune_writes_a_checkpoint_that_verify_accepts(kind, method, name, capsy
 
 
 @pytest.mark.slow
-def test_prune_computes_what_the_function_does(capsys, tmp_path):
-    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", length=8)
+@pytest.mark.parametrize("kind", ["bert", "clip-text"])
+def test_prune_computes_what_the_function_does(kind, capsys, tmp_path):
+    """Texts of CLIP are not joined, though it sees only what is before a token."""
+    source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / "data.txt", length=8)
     run(capsys, "prune", source, "--n", "1", "--layers", ".*/mlp/.*", "--data", data, "--out", tmp_path / "sparse")
     tokens = np.array([[int(word[1:]) for word in line.split()] for line in data.read_text().splitlines()])
     batches = [tokens[i : i + 16] for i in range(0, 40, 16)]

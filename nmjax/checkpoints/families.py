@@ -58,10 +58,11 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     8
     """
     kind = config.get("model_type") or ("timm" if "architecture" in config else None)
-    if kind in ("clip", "clip_text_model"):
+    if kind == "clip":
         raise CheckpointError(
-            f"config.json has model_type {kind!r}. Of a CLIP only the vision tower is supported, model_type "
-            "'clip_vision_model': transformers' CLIPVisionModel saves it alone."
+            "config.json has model_type 'clip', which is two models. Take one: pass "
+            "family=nm.checkpoints.clip_text or nm.checkpoints.clip_vision, or to the command --family "
+            "nmjax.checkpoints:clip_text or nmjax.checkpoints:clip_vision. The other one is written back as it is."
         )
     if kind not in FAMILIES:
         raise CheckpointError(
@@ -274,20 +275,71 @@ def _vit(config: Config, names: Collection[str]) -> Family:
     return Family(ViT, options, Table(renames, kept), _head("classifier"))
 
 
+CLIP_BLOCK = {
+    "norm1": "layer_norm1", **{f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV},
+    "attention/out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
+}  # fmt: skip
+CLIP_SIZES = {  # of ViT-B/32, which the config of a whole CLIP leaves out
+    "text": {
+        "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048,
+        "vocab_size": 49408, "max_position_embeddings": 77,
+    },
+    "vision": {
+        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+        "image_size": 224, "patch_size": 32,
+    },
+}  # fmt: skip
+
+
+def clip_text(config: Config, names: Collection[str]) -> Family:
+    """Return the kind of the text tower in a checkpoint of a whole CLIP. Its other tensors are written back.
+
+    >>> def prune(source, target):
+    ...     model = nm.nnx.sparsify(nm.checkpoints.load(source, family=clip_text), recipe)
+    ...     nm.checkpoints.save(target, nm.nnx.harden(model), like=source, family=clip_text)
+    """
+    return _clip_tower("text", config, names)
+
+
+def clip_vision(config: Config, names: Collection[str]) -> Family:
+    """Return the kind of the vision tower in a checkpoint of a whole CLIP. Its other tensors are written back.
+
+    >>> def load(source):
+    ...     return nm.checkpoints.load(source, family=clip_vision)
+    """
+    return _clip_tower("vision", config, names)
+
+
+def _clip_tower(which: str, config: Config, names: Collection[str]) -> Family:
+    own = config.get(f"{which}_config_dict") or _field(config, f"{which}_config")  # the first counts in transformers
+    found = family_of({**config, **CLIP_SIZES[which], **own, "model_type": f"clip_{which}_model"}, names)
+    return found._replace(table=Table(found.table.renames, (*found.table.kept, rf"(?!{which}_model\.).*")))
+
+
+def _clip_text(config: Config, names: Collection[str]) -> Family:
+    activation = config.get("hidden_act", "quick_gelu")
+    _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
+    p = _prefix(names, "text_model.", "embeddings.token_embedding.weight")
+    others = {"tokens": "embeddings.token_embedding", "positions": "embeddings.position_embedding"}
+    renames = _layers(others | {"norm": "final_layer_norm"}, p)
+    renames += _layers(CLIP_BLOCK, p + "encoder.layers.{n}.", "blocks/{n}/")
+    options = _wholes(config, TEXT | SIZES) | {
+        "epsilon": config.get("layer_norm_eps", 1e-5), "activation": ACTIVATIONS[activation], "unembed": False,
+    }  # fmt: skip
+    kept = (re.escape(p) + r"embeddings\.position_ids", r"text_projection\.weight")
+    return Family(GPT, options, Table(renames, kept))
+
+
 def _clip_vision(config: Config, names: Collection[str]) -> Family:
     activation = config.get("hidden_act", "quick_gelu")
     _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
     p = _prefix(names, "vision_model.", "embeddings.class_embedding")
-    block = {
-        "norm1": "layer_norm1", **{f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV},
-        "attention/out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
-    }  # fmt: skip
     renames = (
         Rename(p + "embeddings.class_embedding", "cls", (None, 0)),
         Rename(p + "embeddings.position_embedding.weight", "positions"),
         *_layers({"patches": "embeddings.patch_embedding"}, p, bias=False),
         *_layers({"embedding_norm": "pre_layrnorm", "norm": "post_layernorm"}, p),
-        *_layers(block, p + "encoder.layers.{n}.", "blocks/{n}/"),
+        *_layers(CLIP_BLOCK, p + "encoder.layers.{n}.", "blocks/{n}/"),
     )
     options = _wholes(config, SIZES | {"image": "image_size", "patch": "patch_size"}) | {
         "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-5), "classes": 0,
@@ -456,6 +508,7 @@ FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "distilbert": _distilbert,
     "vit": _vit,
     "dinov2": _vit,
+    "clip_text_model": _clip_text,
     "clip_vision_model": _clip_vision,
     "timm": _timm,
     "gpt2": _gpt2,

@@ -68,6 +68,7 @@ MODELS = {
     "distilbert": lambda: tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**DISTILBERT, num_labels=3)),
     "dinov2": lambda: tf.Dinov2ForImageClassification(tf.Dinov2Config(**DINOV2, num_labels=3)),
     "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VIT)),
+    "clip-text": lambda: tf.CLIPTextModel(tf.CLIPTextConfig(**SMALL, **TEXT)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER | GEMMA)),
 }
 
