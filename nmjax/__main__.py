@@ -153,8 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     part = pruned.add_argument_group("what is pruned")
     part.add_argument("--n", type=_whole, default=2, help="the weights to keep in a group (2)")
     part.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
-    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (blocks/.*)"
-    part.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
+    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (all in blocks but routers)"
+    part.add_argument("--layers", default=r"blocks/.*(?<!/router)", metavar="REGEX", help=text)
     text = "instead of layers, prune these tensors of any safetensors file by magnitude, whatever its model is"
     part.add_argument("--tensors", metavar="REGEX", help=text)
     text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"

@@ -86,7 +86,7 @@ def family_of(config: Config, names: Collection[str]) -> Family:
 
 WHOLE = (
     "vocabulary", "length", "first", "width", "depth", "heads", "kv_heads", "features", "hidden", "image", "patch",
-    "channels",
+    "channels", "experts", "top",
 )  # fmt: skip
 POSITIVE = ("epsilon", "query_scale")
 
@@ -423,7 +423,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
     tied = bool(config.get("tie_word_embeddings", gemma))
     p = _prefix(names, "model.", "embed_tokens.weight")
-    biased, normed, fused = kind == "qwen2", kind in ("qwen3", "gemma3_text"), kind == "phi3"
+    biased, normed, fused = kind == "qwen2", kind in ("qwen3", "qwen3_moe", "gemma3_text"), kind == "phi3"
     after = {"out_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm",
              "out_norm2": "post_feedforward_layernorm"} if gemma else {"norm2": "post_attention_layernorm"}  # fmt: skip
     inputs: dict[Any, str] = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
@@ -433,7 +433,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     block = {
         "norm1": "input_layernorm", "attention/out": "self_attn.o_proj", **after,
         **({f"attention/{one}_norm": f"self_attn.{one[0]}_norm" for one in ("query", "key")} if normed else {}),
-        **gated, "mlp/down": "mlp.down_proj",
+        **({"mlp/router": "mlp.gate"} if kind == "qwen3_moe" else gated | {"mlp/down": "mlp.down_proj"}),
     }  # fmt: skip
     renames = _layers({"tokens": "embed_tokens", "norm": "norm"}, p, bias=False)
     renames += _layers(block, p + "layers.{n}.", "blocks/{n}/", bias=False)
@@ -441,6 +441,9 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     if not tied or "lm_head.weight" in names:
         renames += _layers({"tokens" if tied else "head": "lm_head"}, bias=False)
     options: dict[str, Any] = _wholes(config, TEXT | SIZES)
+    if kind == "qwen3_moe":
+        mixture, experts = _mixture(config, names, p)
+        options, renames = options | mixture, renames + experts
     width, heads = options["width"], options["heads"]
     window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     rotary, local_rotary = _rotaries(config)
@@ -459,6 +462,26 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         window = _number("has sliding_window", window, whole=True)
         options |= {"local": (True,) * options["depth"], "local_rotary": rotary, "window": window}
     return Family(Decoder, options, Table(renames, (r".*\.rotary_emb\.inv_freq",)))
+
+
+def _mixture(config: Config, names: Collection[str], p: str) -> tuple[dict[str, Any], tuple[Rename, ...]]:
+    """Return the arguments of a model for its experts, and their renames. Each expert has tensors of its own."""
+    _refuse(config, decoder_sparse_step=1, mlp_only_layers=[])
+    number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    fields = {"hidden": "moe_intermediate_size", "experts": number, "top": "num_experts_per_tok"}
+    options: dict[str, Any] = _wholes(config, fields)
+    for name, most, what in ((number, len(names), "tensors"), ("num_experts_per_tok", options["experts"], "experts")):
+        if config[name] > most:
+            raise CheckpointError(
+                f"config.json has {name}={config[name]:,}, but the checkpoint has only {most:,} {what}."
+            )
+    expert = p + "layers.{n}.mlp.experts."
+    renames = tuple(
+        Rename(tuple(f"{expert}{i}.{one}_proj.weight" for i in range(options["experts"])),
+               f"blocks/{{n}}/mlp/{one}/kernel", (None, 1, 0))
+        for one in ("gate", "up", "down")
+    )  # fmt: skip
+    return options | {"norm_shares": bool(config.get("norm_topk_prob", False))}, renames
 
 
 def _windows(config: Config, depth: int) -> dict[str, Any]:
@@ -517,5 +540,6 @@ FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "phi3": _decoder,
     "qwen2": _decoder,
     "qwen3": _decoder,
+    "qwen3_moe": _decoder,
     "gemma3_text": _decoder,
 }

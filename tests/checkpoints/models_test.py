@@ -106,6 +106,8 @@ FORMS = {
     "a tower of CLIP with its projection": ("clip-vision", {}, lambda held: {
         "vision_model." + name: v for name, v in held.items()
     } | {"visual_projection.weight": ONES, "vision_model.embeddings.position_ids": np.arange(5)[None]}),
+    "experts as older configs count them":
+        ("qwen3-moe", {"num_local_experts": None, "num_experts": 4}, lambda held: held),
     "a text tower of CLIP with its projection": ("clip-text", {}, lambda held: {
         "text_model." + name: v for name, v in held.items()
     } | {"text_projection.weight": ONES, "text_model.embeddings.position_ids": np.arange(16)[None]}),
@@ -145,7 +147,7 @@ def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     before, after = read(GOLDEN / kind), read(tmp_path)
     assert list(before) == list(after)
     pruned = [name for name in before if (before[name] != after[name]).any()]
-    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4}  # tensors
+    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "qwen3-moe": 5 + 4 * 3}  # tensors
     of_six = (*POST, "vit", "dinov2", "clip-vision", "clip-text")
     assert len(pruned) == 2 * (6 if kind in of_six else in_block.get(kind, 7))
     for name in pruned:
@@ -469,11 +471,19 @@ REFUSED = {
     "not floating-point numbers: norm/scale bool": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.bool_)}),
     "not floating-point numbers: norm/scale complex64": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.complex64)}),
     "config.json has model_type 't5', which is not supported. Supported: bert, clip_text_model, clip_vision_model, "
-    "dinov2, distilbert, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, roberta, vit, xlm-roberta, and vit_* "
-    "of timm. For another kind, write a table of its names, by docs/how_to/checkpoints.md, and pass "
-    "family=nm.checkpoints.Family(...), or --family module:name to the command.": ("bert", {"model_type": "t5"}, {}),
+    "dinov2, distilbert, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, roberta, vit, "
+    "xlm-roberta, and vit_* of timm. For another kind, write a table of its names, by docs/how_to/checkpoints.md, and "
+    "pass family=nm.checkpoints.Family(...), or --family module:name to the command.":
+        ("bert", {"model_type": "t5"}, {}),
     "config.json has model_type 'clip', which is two models. Take one: pass family=nm.checkpoints.clip_text or nm":
         ("clip-vision", {"model_type": "clip"}, {}),
+    "has decoder_sparse_step=2. nmjax supports only 1": ("qwen3-moe", {"decoder_sparse_step": 2}, {}),
+    "has mlp_only_layers=[1]. nmjax supports only []": ("qwen3-moe", {"mlp_only_layers": [1]}, {}),
+    "has num_experts_per_tok=5, but the checkpoint has only 4 experts": ("qwen3-moe", {"num_experts_per_tok": 5}, {}),
+    "has num_local_experts=2,000,000,000, but the checkpoint has only 45 tensors":
+        ("qwen3-moe", {"num_local_experts": 2_000_000_000}, {}),
+    "missing: model.layers.0.mlp.experts.4.down_proj.weight": ("qwen3-moe", {"num_local_experts": 5}, {}),
+    "unexpected: model.layers.0.mlp.experts.3.down_proj.weight": ("qwen3-moe", {"num_local_experts": 3}, {}),
     "config.json has hidden_act='tanh'. nmjax supports only 'silu'": ("clip-text", {"hidden_act": "tanh"}, {}),
     "has sliding_window='b', which is not a whole number above 0": ("mistral", {"sliding_window": "b"}, {}),
     "has partial_rotary_factor=0.75. nmjax supports only 1":
@@ -536,7 +546,7 @@ def test_a_config_that_cannot_be_read(text, said, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["swin", "deberta", "gemma", "qwen3_moe", "deit", "gpt_neo"])
+@pytest.mark.parametrize("kind", ["swin", "deberta", "gemma", "mixtral", "deit", "gpt_neo"])
 def test_kinds_that_are_not_supported_have_no_hint(kind):
     with pytest.raises(CheckpointError, match=r"and vit_\* of timm. For another kind, write a table"):
         family_of({"model_type": kind}, [])
