@@ -23,6 +23,7 @@ from nmjax import __version__, checkpoints, models, oneshot
 from nmjax.checkpoints.quantized import KINDS
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.core import names as names_of
+from nmjax.nnx.calibration import axes_in
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.layers import layers
 from nmjax.nnx.one_shot import GOOD
@@ -338,9 +339,11 @@ def _prune(asked: argparse.Namespace) -> int:
     model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     batches, rows, told = _batches(asked, model, source)
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before anything is computed
-    sizes = [_inputs(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    chosen = [layer for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    sizes, experts = [*map(_inputs, chosen)], any(axes_in(layer).batch for layer in chosen)
     widest = max(sizes, default=0)
-    good = f"{GOOD * widest:,} tokens or more are good" if rows < GOOD * widest else "that is enough"
+    good = f"{GOOD * widest:,} tokens or more{' for each expert' * experts} are good"
+    good = "that is enough" if rows >= GOOD * widest and not experts else good
     print(f"Data: {told}, for layers of up to {widest:,} inputs: {good}.", file=sys.stderr, flush=True)
     solver = getattr(oneshot, asked.method)
     found = checkpoints.prune(
