@@ -66,6 +66,7 @@ ORDER = {
         "Models": "load save prune prune_tensors quantize architecture verify write_onnx convert_gguf",
         "Tensors": "read write parameters Tensors Gguf Verified CheckpointError",
         "To add a kind of checkpoint": "Family Table Rename",
+        "Kinds of which a checkpoint has two": "clip_text clip_vision",
     },
     "nmjax.oneshot": {"Solvers": "magnitude wanda ria sparsegpt admm Solved", "Orders": "FreeInputs"},
     "nmjax.metrics": {

@@ -23,6 +23,7 @@ from nmjax import __version__, checkpoints, models, oneshot
 from nmjax.checkpoints.quantized import KINDS
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.core import names as names_of
+from nmjax.nnx.calibration import axes_in
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.layers import layers
 from nmjax.nnx.one_shot import GOOD
@@ -153,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     part = pruned.add_argument_group("what is pruned")
     part.add_argument("--n", type=_whole, default=2, help="the weights to keep in a group (2)")
     part.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
-    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (blocks/.*)"
-    part.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
+    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (all in blocks but routers)"
+    part.add_argument("--layers", default=r"blocks/.*(?<!/router)", metavar="REGEX", help=text)
     text = "instead of layers, prune these tensors of any safetensors file by magnitude, whatever its model is"
     part.add_argument("--tensors", metavar="REGEX", help=text)
     text = "the axis of the groups of --tensors, that of the inputs (-1, as in torch)"
@@ -338,9 +339,11 @@ def _prune(asked: argparse.Namespace) -> int:
     model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     batches, rows, told = _batches(asked, model, source)
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before anything is computed
-    sizes = [_inputs(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    chosen = [layer for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    sizes, experts = [*map(_inputs, chosen)], any(axes_in(layer).batch for layer in chosen)
     widest = max(sizes, default=0)
-    good = f"{GOOD * widest:,} tokens or more are good" if rows < GOOD * widest else "that is enough"
+    good = f"{GOOD * widest:,} tokens or more{' for each expert' * experts} are good"
+    good = "that is enough" if rows >= GOOD * widest and not experts else good
     print(f"Data: {told}, for layers of up to {widest:,} inputs: {good}.", file=sys.stderr, flush=True)
     solver = getattr(oneshot, asked.method)
     found = checkpoints.prune(
@@ -388,14 +391,16 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
     tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
     if max(max(one, default=0) for one in tokens) >= vocabulary:
         raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
+    alone = isinstance(model, models.BERT) or not getattr(model, "unembed", True)  # a text is an input by itself
     if isinstance(model, models.BERT):
         pairs = zip(texts.batches(tokens, length), texts.batches(types, length), strict=True)
         batches = [(jnp.asarray(one), None, jnp.asarray(kind)) for one, kind in pairs]
     else:
-        batches = [jnp.asarray(batch) for batch in texts.windows(tokens, length)]
+        cut = texts.batches if alone else texts.windows
+        batches = [jnp.asarray(batch) for batch in cut(tokens, length)]
     rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
     if rows < texts.LENGTHS[0]:
-        which = "each text has" if isinstance(model, models.BERT) else "the texts together have"
+        which = "each text has" if alone else "the texts together have"
         hint = "That is too short for calibration. Give longer texts."
         raise ValueError(f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. {hint}")
     again = texts.repeated([one[:length] for one in tokens])

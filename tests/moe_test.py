@@ -9,7 +9,7 @@ from flax import nnx
 import nmjax as nm
 from experiments import config_files
 from experiments.training import text
-from nmjax.models import MoE, generate, moe
+from nmjax.models import Decoder, MoE, generate, moe
 from nmjax.models.moe import Mixture
 
 pytestmark = pytest.mark.sampled
@@ -44,6 +44,30 @@ def test_each_token_gets_the_sum_of_its_experts(top):
         wanted = sum(shares[e] * (np.asarray(jax.nn.gelu(jnp.asarray(token @ up[e]))) @ down[e]) for e in chosen)
         np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
     assert len(used) > 1
+
+
+@pytest.mark.parametrize("norm_shares", [False, True])
+@pytest.mark.parametrize("top", [1, 3])
+def test_each_token_of_a_decoder_gets_the_sum_of_its_gated_experts(top, norm_shares):
+    """Every token alone, in NumPy. Shares are those of all experts, or of the token's."""
+    size = {"width": 8, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 16, "vocabulary": 16, "length": 8}
+    options = {"experts": 4, "top": top, "norm_shares": norm_shares, "activation": jnp.tanh}
+    mixture = Decoder(**size, **options, rngs=nnx.Rngs(1)).blocks[0].mlp
+    for layer in (mixture.router, mixture.gate, mixture.up, mixture.down):
+        layer.kernel[...] *= 20
+    x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+    gate, up, down = (np.asarray(one.kernel[...], np.float64) for one in (mixture.gate, mixture.up, mixture.down))
+    used = set()
+    for token, y in zip(np.asarray(x, np.float64).reshape(-1, 8), mixture(x).reshape(-1, 8), strict=True):
+        shares = np.exp(token @ np.asarray(mixture.router.kernel[...]))
+        chosen = np.argsort(-shares)[:top]
+        used |= {*chosen.tolist()}
+        of = shares[chosen].sum() if norm_shares else shares.sum()
+        wanted = sum(shares[e] / of * ((np.tanh(token @ gate[e]) * (token @ up[e])) @ down[e]) for e in chosen)
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+    assert len(used) > 1
+    with pytest.raises(ValueError, match=r"top is the number of experts that a token uses, from 1 to experts=4, got 5"):
+        Decoder(**size, **options | {"top": 5}, rngs=nnx.Rngs(1))
 
 
 @pytest.mark.slow

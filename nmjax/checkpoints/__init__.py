@@ -13,7 +13,7 @@ A `Table` says which tensor is which parameter of a model. It works in both dire
 {'w': [1.0, 0.0, 0.0, 2.0]}
 """
 
-from nmjax.checkpoints.families import Family as Family
+from nmjax.checkpoints.families import Family as Family, clip_text as clip_text, clip_vision as clip_vision
 from nmjax.checkpoints.gguf import Gguf as Gguf
 from nmjax.checkpoints.gguf_models import convert_gguf as convert_gguf
 from nmjax.checkpoints.models import (

@@ -58,10 +58,11 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     8
     """
     kind = config.get("model_type") or ("timm" if "architecture" in config else None)
-    if kind in ("clip", "clip_text_model"):
+    if kind == "clip":
         raise CheckpointError(
-            f"config.json has model_type {kind!r}. Of a CLIP only the vision tower is supported, model_type "
-            "'clip_vision_model': transformers' CLIPVisionModel saves it alone."
+            "config.json has model_type 'clip', which is two models. Take one: pass "
+            "family=nm.checkpoints.clip_text or nm.checkpoints.clip_vision, or to the command --family "
+            "nmjax.checkpoints:clip_text or nmjax.checkpoints:clip_vision. The other one is written back as it is."
         )
     if kind not in FAMILIES:
         raise CheckpointError(
@@ -85,7 +86,7 @@ def family_of(config: Config, names: Collection[str]) -> Family:
 
 WHOLE = (
     "vocabulary", "length", "first", "width", "depth", "heads", "kv_heads", "features", "hidden", "image", "patch",
-    "channels",
+    "channels", "experts", "top",
 )  # fmt: skip
 POSITIVE = ("epsilon", "query_scale")
 
@@ -274,20 +275,71 @@ def _vit(config: Config, names: Collection[str]) -> Family:
     return Family(ViT, options, Table(renames, kept), _head("classifier"))
 
 
+CLIP_BLOCK = {
+    "norm1": "layer_norm1", **{f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV},
+    "attention/out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
+}  # fmt: skip
+CLIP_SIZES = {  # of ViT-B/32, which the config of a whole CLIP leaves out
+    "text": {
+        "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048,
+        "vocab_size": 49408, "max_position_embeddings": 77,
+    },
+    "vision": {
+        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+        "image_size": 224, "patch_size": 32,
+    },
+}  # fmt: skip
+
+
+def clip_text(config: Config, names: Collection[str]) -> Family:
+    """Return the kind of the text tower in a checkpoint of a whole CLIP. Its other tensors are written back.
+
+    >>> def prune(source, target):
+    ...     model = nm.nnx.sparsify(nm.checkpoints.load(source, family=clip_text), recipe)
+    ...     nm.checkpoints.save(target, nm.nnx.harden(model), like=source, family=clip_text)
+    """
+    return _clip_tower("text", config, names)
+
+
+def clip_vision(config: Config, names: Collection[str]) -> Family:
+    """Return the kind of the vision tower in a checkpoint of a whole CLIP. Its other tensors are written back.
+
+    >>> def load(source):
+    ...     return nm.checkpoints.load(source, family=clip_vision)
+    """
+    return _clip_tower("vision", config, names)
+
+
+def _clip_tower(which: str, config: Config, names: Collection[str]) -> Family:
+    own = config.get(f"{which}_config_dict") or _field(config, f"{which}_config")  # the first counts in transformers
+    found = family_of({**config, **CLIP_SIZES[which], **own, "model_type": f"clip_{which}_model"}, names)
+    return found._replace(table=Table(found.table.renames, (*found.table.kept, rf"(?!{which}_model\.).*")))
+
+
+def _clip_text(config: Config, names: Collection[str]) -> Family:
+    activation = config.get("hidden_act", "quick_gelu")
+    _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
+    p = _prefix(names, "text_model.", "embeddings.token_embedding.weight")
+    others = {"tokens": "embeddings.token_embedding", "positions": "embeddings.position_embedding"}
+    renames = _layers(others | {"norm": "final_layer_norm"}, p)
+    renames += _layers(CLIP_BLOCK, p + "encoder.layers.{n}.", "blocks/{n}/")
+    options = _wholes(config, TEXT | SIZES) | {
+        "epsilon": config.get("layer_norm_eps", 1e-5), "activation": ACTIVATIONS[activation], "unembed": False,
+    }  # fmt: skip
+    kept = (re.escape(p) + r"embeddings\.position_ids", r"text_projection\.weight")
+    return Family(GPT, options, Table(renames, kept))
+
+
 def _clip_vision(config: Config, names: Collection[str]) -> Family:
     activation = config.get("hidden_act", "quick_gelu")
     _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
     p = _prefix(names, "vision_model.", "embeddings.class_embedding")
-    block = {
-        "norm1": "layer_norm1", **{f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV},
-        "attention/out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2",
-    }  # fmt: skip
     renames = (
         Rename(p + "embeddings.class_embedding", "cls", (None, 0)),
         Rename(p + "embeddings.position_embedding.weight", "positions"),
         *_layers({"patches": "embeddings.patch_embedding"}, p, bias=False),
         *_layers({"embedding_norm": "pre_layrnorm", "norm": "post_layernorm"}, p),
-        *_layers(block, p + "encoder.layers.{n}.", "blocks/{n}/"),
+        *_layers(CLIP_BLOCK, p + "encoder.layers.{n}.", "blocks/{n}/"),
     )
     options = _wholes(config, SIZES | {"image": "image_size", "patch": "patch_size"}) | {
         "channels": config.get("num_channels", 3), "epsilon": config.get("layer_norm_eps", 1e-5), "classes": 0,
@@ -371,7 +423,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     _refuse({"hidden_act": activation}, hidden_act=tuple(ACTIVATIONS))
     tied = bool(config.get("tie_word_embeddings", gemma))
     p = _prefix(names, "model.", "embed_tokens.weight")
-    biased, normed, fused = kind == "qwen2", kind in ("qwen3", "gemma3_text"), kind == "phi3"
+    biased, normed, fused = kind == "qwen2", kind in ("qwen3", "qwen3_moe", "gemma3_text"), kind == "phi3"
     after = {"out_norm1": "post_attention_layernorm", "norm2": "pre_feedforward_layernorm",
              "out_norm2": "post_feedforward_layernorm"} if gemma else {"norm2": "post_attention_layernorm"}  # fmt: skip
     inputs: dict[Any, str] = {f"attention/{one}": f"self_attn.{one[0]}_proj" for one in QKV}
@@ -381,7 +433,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     block = {
         "norm1": "input_layernorm", "attention/out": "self_attn.o_proj", **after,
         **({f"attention/{one}_norm": f"self_attn.{one[0]}_norm" for one in ("query", "key")} if normed else {}),
-        **gated, "mlp/down": "mlp.down_proj",
+        **({"mlp/router": "mlp.gate"} if kind == "qwen3_moe" else gated | {"mlp/down": "mlp.down_proj"}),
     }  # fmt: skip
     renames = _layers({"tokens": "embed_tokens", "norm": "norm"}, p, bias=False)
     renames += _layers(block, p + "layers.{n}.", "blocks/{n}/", bias=False)
@@ -389,6 +441,9 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     if not tied or "lm_head.weight" in names:
         renames += _layers({"tokens" if tied else "head": "lm_head"}, bias=False)
     options: dict[str, Any] = _wholes(config, TEXT | SIZES)
+    if kind == "qwen3_moe":
+        mixture, experts = _mixture(config, names, p)
+        options, renames = options | mixture, renames + experts
     width, heads = options["width"], options["heads"]
     window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     rotary, local_rotary = _rotaries(config)
@@ -407,6 +462,26 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         window = _number("has sliding_window", window, whole=True)
         options |= {"local": (True,) * options["depth"], "local_rotary": rotary, "window": window}
     return Family(Decoder, options, Table(renames, (r".*\.rotary_emb\.inv_freq",)))
+
+
+def _mixture(config: Config, names: Collection[str], p: str) -> tuple[dict[str, Any], tuple[Rename, ...]]:
+    """Return the arguments of a model for its experts, and their renames. Each expert has tensors of its own."""
+    _refuse(config, decoder_sparse_step=1, mlp_only_layers=[])
+    number = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    fields = {"hidden": "moe_intermediate_size", "experts": number, "top": "num_experts_per_tok"}
+    options: dict[str, Any] = _wholes(config, fields)
+    for name, most, what in ((number, len(names), "tensors"), ("num_experts_per_tok", options["experts"], "experts")):
+        if config[name] > most:
+            raise CheckpointError(
+                f"config.json has {name}={config[name]:,}, but the checkpoint has only {most:,} {what}."
+            )
+    expert = p + "layers.{n}.mlp.experts."
+    renames = tuple(
+        Rename(tuple(f"{expert}{i}.{one}_proj.weight" for i in range(options["experts"])),
+               f"blocks/{{n}}/mlp/{one}/kernel", (None, 1, 0))
+        for one in ("gate", "up", "down")
+    )  # fmt: skip
+    return options | {"norm_shares": bool(config.get("norm_topk_prob", False))}, renames
 
 
 def _windows(config: Config, depth: int) -> dict[str, Any]:
@@ -456,6 +531,7 @@ FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "distilbert": _distilbert,
     "vit": _vit,
     "dinov2": _vit,
+    "clip_text_model": _clip_text,
     "clip_vision_model": _clip_vision,
     "timm": _timm,
     "gpt2": _gpt2,
@@ -464,5 +540,6 @@ FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "phi3": _decoder,
     "qwen2": _decoder,
     "qwen3": _decoder,
+    "qwen3_moe": _decoder,
     "gemma3_text": _decoder,
 }

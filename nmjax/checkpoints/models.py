@@ -68,7 +68,7 @@ def load(
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
     """
-    about, classes = _family(path, family), options.get("classes", 0)
+    about, classes = family_at(path, family), options.get("classes", 0)
     make = architecture(path, family=about, **options)
     if classes and classes != about.options.get("classes") and (rngs is None or not about.head):
         advice = "Pass rngs=nnx.Rngs(0) for a new one." if about.head else "Leave out classes: its kind has no head."
@@ -114,7 +114,7 @@ def architecture(
     ...     model = nnx.eval_shape(lambda: architecture(path)(rngs=nnx.Rngs(0)))
     ...     return [kernel.shape for kernel in jax.tree.leaves(nnx.state(model, nnx.Param))]
     """
-    about = _family(path, family)
+    about = family_at(path, family)
     return partial(about.model, **(about.options | options))
 
 
@@ -132,10 +132,13 @@ def parameters(
 
 
 def views(
-    path: str | os.PathLike[str], held: Tensors, *, family: Kind | None = None, **options: Any
+    path: str | os.PathLike[str], held: Tensors, *, family: Kind | None = None, blank: bool = False, **options: Any
 ) -> dict[str, np.ndarray]:
-    """Return what `parameters` returns, made of these tensors. Weights of 8 bits become float32."""
-    about = _family(path, family)
+    """Return what `parameters` returns, made of these tensors. Weights of 8 bits become float32.
+
+    With ``blank``, parameters of several tensors are zeros that take no memory.
+    """
+    about = family_at(path, family)
     make = architecture(path, family=about, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
     heads = [rename.ours for rename in about.table.renames if new and rename.theirs in about.head]
@@ -143,7 +146,7 @@ def views(
     wanted = {name: v for name, v in _abstract(make).items() if name not in head}
     try:
         blocks, held = _blocks(wanted), dequantized(read_config(Path(path)), held)
-        found = _table(about, new).read(held, {one: block.shape for one, block in blocks.items()})
+        found = _table(about, new).read(held, {one: block.shape for one, block in blocks.items()}, blank=blank)
         odd = [f"{one} {value.dtype}" for one, value in found.items() if not jnp.issubdtype(value.dtype, jnp.floating)]
         if odd:
             raise CheckpointError(f"parameters are not floating-point numbers: {', '.join(odd[:8])}.")
@@ -194,7 +197,7 @@ def save(
     """
     if (layer := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
-    about, tensors, folder = _family(like, family), opened(like), Path(path)
+    about, tensors, folder = family_at(like, family), opened(like), Path(path)
     check_target(folder, like, overwrite)
     config: dict[str, Any] = {} if family else _config(like)
     values = _blocks(
@@ -424,7 +427,7 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read_config(file)
 
 
-def _family(path: str | os.PathLike[str], family: Kind | None) -> Family:
+def family_at(path: str | os.PathLike[str], family: Kind | None) -> Family:
     """Return the kind of a checkpoint: as it is given, or by its config."""
     if isinstance(family, Family):
         return family

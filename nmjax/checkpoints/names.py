@@ -69,12 +69,15 @@ class Table:
     renames: tuple[Rename, ...]
     kept: tuple[str, ...] = ()
 
-    def read(self, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    def read(
+        self, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]], *, blank: bool = False
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """Return the parameters of a model. If possible they are views of the tensors.
 
         Args:
           tensors: The tensors of the checkpoint by name.
           shapes: The shapes of the model's parameters by path.
+          blank: True to return zeros, which take no memory, for a parameter that is several tensors.
 
         Raises:
           CheckpointError: A tensor is missing, unexpected, or of another shape. The message lists them.
@@ -91,7 +94,8 @@ class Table:
             if any(name not in tensors for name in part.theirs):
                 continue
             wanted = [tuple(shapes[path]) for path in part.ours]
-            cut = _cut([_moved(tensors[name], part.axes) for name in part.theirs], wanted, part.along)
+            parts_of = [_moved(tensors[name], part.axes) for name in part.theirs]
+            cut = _cut(parts_of, wanted, part.along, blank)
             if cut is None:
                 has = ", ".join(f"{name} {tensors[name].shape}" for name in part.theirs)
                 misshaped.append(f"{has} for {', '.join(f'{path} {shapes[path]}' for path in part.ours)}")
@@ -156,6 +160,10 @@ class Table:
         if left := [name for name in like if name not in made and not self._keeps(name)]:
             raise CheckpointError(f"the model has no parameters for these tensors: {_listed(left)}.")
         return {name: made[name] if name in made else like[name] for name in like} | made
+
+    def several(self, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return the names of the tensors of each parameter that is several tensors, and nothing else, by path."""
+        return {part.ours[0]: part.theirs for part in self._parts(paths) if len(part.theirs) > len(part.ours) == 1}
 
     def _keeps(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.kept)
@@ -227,7 +235,9 @@ def _moved(value: np.ndarray, axes: tuple[int | None, ...] | None) -> np.ndarray
     return value.transpose(*named, *single).reshape([1 if a is None else value.shape[a] for a in axes])
 
 
-def _cut(values: list[np.ndarray], shapes: list[tuple[int, ...]], along: int) -> list[np.ndarray] | None:
+def _cut(
+    values: list[np.ndarray], shapes: list[tuple[int, ...]], along: int, blank: bool
+) -> list[np.ndarray] | None:  # fmt: skip
     """Return tensors, one after another, cut into arrays of these shapes; None if they do not fit."""
     if len(values) == len(shapes) == 1:
         return values if values[0].shape == shapes[0] else None
@@ -237,6 +247,8 @@ def _cut(values: list[np.ndarray], shapes: list[tuple[int, ...]], along: int) ->
     sizes = [shape[along] for shape in shapes]
     if len(rest) > 1 or sum(sizes) != sum(value.shape[along] for value in values):
         return None
+    if blank and len(values) > len(shapes) == 1:
+        return [np.broadcast_to(np.zeros((), np.result_type(*values)), shapes[0])]
     whole = values[0] if len(values) == 1 else np.concatenate(values, along)
     return np.split(whole, np.cumsum(sizes)[:-1], along)
 

@@ -29,6 +29,7 @@ from flax import nnx
 from nmjax.checkpoints import models, tensors
 from nmjax.checkpoints.drafts import put, unfinished
 from nmjax.checkpoints.families import Family, Kind
+from nmjax.checkpoints.names import Table
 from nmjax.checkpoints.tensors import CheckpointError, Tensors
 from nmjax.checkpoints.torch_files import SUFFIXES
 from nmjax.core import layer_paths
@@ -88,40 +89,50 @@ def prune(
     models.check_target(target, source, overwrite)
     found, before = models.opened(source), _stamps(source)
     _check_finite(source, found)
-    make, views = _reader(source, family)
-    given = views(found)
-    model = models.made_of(make, given, nnx.Rngs(0), lambda v, dtype: v)
+    make, weights = _reader(source, family)
+    given = weights(found)
+    model = models.made_of(make, given.views, nnx.Rngs(0), lambda v, dtype: v)
     if not calls:
         chosen = _prunable(source, model, recipe)
         with _copied(source, target, asked, overwrite, before) as copy:
-            given = views(copy.tensors)
+            given = weights(copy.tensors)
             for layer, pattern in chosen:
-                _by_magnitude(_view(source, layer.kernel_path, given), pattern.n, pattern.m, pattern.contracted[-1])
+                _check_in_files(source, layer.kernel_path, given)
+                values = given.read(layer.kernel_path)
+                _by_magnitude(values, pattern.n, pattern.m, pattern.contracted[-1])
+                if layer.kernel_path in given.several:
+                    given.write(layer.kernel_path, values)
         return dict.fromkeys((layer.path for layer, _ in chosen), (math.nan, math.nan))
-    _check_dtype(source, model, given)
+    _check_dtype(source, model, given.views)
     steps, moments = Steps(model, recipe, calls, permute=permute), solver not in OF_NORMS
     spare = _spare(steps, moments, memory)
     with _copied(source, target, asked, overwrite, before) as copy:
-        given = views(copy.tensors)
+        given = weights(copy.tensors)
         for path, variable in parameters(steps.model):
-            if path in given:
-                variable.set_value(given[path])
+            if path in given.views:
+                variable.set_value(given.views[path])
         pruned = {steps.layers[path].kernel_path for path in steps.patterns}
-        written = {path: _view(source, path, given) for path in given if permute or path in pruned}
+        written = [path for path in given.views if permute or path in pruned]
+        for path in written:
+            _check_in_files(source, path, given)
         _keep_outputs(steps, copy.folder, spare)
         if copy.continued and copy.done < len(steps.order):  # this block may be half written
-            dense, block = views(models.opened(source)), steps.order[copy.done]
+            dense, block = weights(models.opened(source)), steps.order[copy.done]
             for path in (path for path in written if f"{path}/".startswith(f"{block}/")):
-                written[path][...] = dense[path]
+                given.write(path, dense.read(path))
         for number in range(copy.done):
-            steps.run(number)
+            with _filled(steps, number, given):
+                steps.run(number)
         errors: dict[str, tuple[float, float]] = {}
         for number in steps.shown(copy.done) if progress else range(copy.done, len(steps.order)):
-            for path, (values, relative) in steps.solve(number, solver, moments).items():
-                written[path][...] = np.asarray(values).astype(written[path].dtype)
+            with _filled(steps, number, given):
+                solved = steps.solve(number, solver, moments)
+            for path, (values, relative) in solved.items():
+                given.write(path, np.asarray(values))
                 errors |= relative
             copy.note(number + 1)
-            steps.run(number)
+            with _filled(steps, number, given):
+                steps.run(number)
     return {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)}
 
 
@@ -309,16 +320,66 @@ def _digest(calls: list[Call]) -> str:
 # ---- the model ----
 
 
-def _reader(
-    source: Any, family: Kind | None
-) -> tuple[Callable[..., Any], Callable[[Tensors], dict[str, np.ndarray]]]:  # fmt: skip
+@dataclass
+class _Weights:
+    """The parameters of a model in the files of a checkpoint.
+
+    Attributes:
+      table: The names of the tensors.
+      held: The tensors.
+      views: The parameters by path, views of the tensors in their dtype. Those of several tensors, such as experts, are
+        zeros that take no memory.
+    """
+
+    table: Table
+    held: Tensors
+    views: dict[str, np.ndarray]
+
+    @cached_property
+    def several(self) -> dict[str, tuple[str, ...]]:
+        """The names of the tensors of each parameter that is several."""
+        return self.table.several(self.views)
+
+    def read(self, path: str) -> np.ndarray:
+        """Return the values of a parameter: its view, or an array of its own."""
+        shapes = {path: self.views[path].shape}
+        return self.table.read(self._own(path), shapes)[path] if path in self.several else self.views[path]
+
+    def write(self, path: str, values: np.ndarray) -> None:
+        """Write the values of a parameter into the files."""
+        if path not in self.several:
+            self.views[path][...] = values.astype(self.views[path].dtype)
+            return
+        own = self._own(path)
+        for name, value in self.table.write({path: values}, like=own).items():
+            own[name][...] = np.asarray(value)
+
+    def _own(self, path: str) -> dict[str, np.ndarray]:
+        return {name: self.held[name] for name in self.several[path]}
+
+
+def _reader(source: Any, family: Kind | None) -> tuple[Callable[..., Any], Callable[[Tensors], _Weights]]:
     """Return a function that makes the model of a checkpoint, and one of its tensors that returns the parameters.
 
-    These are by path, views of the tensors in their dtype. The model computes in float32, if it takes a dtype.
+    The model computes in float32, if it takes a dtype.
     """
-    make: Any = models.architecture(source, family=family)
+    about = models.family_at(source, family)
+    make: Any = models.architecture(source, family=about)
     options = {"dtype": jnp.float32} if _takes_dtype(make.func) else {}
-    return partial(make, **options), lambda held: models.views(source, held, family=family, **options)
+    views = partial(models.views, source, family=about, blank=True, **options)
+    return partial(make, **options), lambda held: _Weights(about.table, held, views(held))
+
+
+@contextmanager
+def _filled(steps: Steps, number: int, given: _Weights) -> Iterator[None]:
+    """Give a block the values of its parameters that are several tensors, for a while."""
+    begin = "" if steps.blocks is None else f"{steps.order[number]}/"
+    chosen = [one for one in parameters(steps.model) if one[0] in given.several and one[0].startswith(begin)]
+    for path, variable in chosen:
+        variable.set_value(given.read(path))
+    yield
+    for path, variable in chosen:
+        variable.set_value(given.views[path])
 
 
 def _prunable(source: Any, model: Any, recipe: Recipe) -> list[tuple[Layer, Any]]:
@@ -355,13 +416,12 @@ def _check_dtype(source: Any, model: Any, given: Mapping[str, np.ndarray]) -> No
         )
 
 
-def _view(source: Any, path: str, given: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a parameter, which must lie in the file as it is."""
-    if isinstance(_base(given[path]), np.ndarray):
+def _check_in_files(source: Any, path: str, given: _Weights) -> None:
+    """Refuse a parameter that neither lies in the file as it is nor is several tensors."""
+    if path not in given.several and isinstance(_base(given.views[path]), np.ndarray):
         raise CheckpointError(
             f"{source}: {path} is several tensors of the file, which cannot be pruned in place. Use nm.nnx.prune."
         )
-    return given[path]
 
 
 def _base(v: Any) -> Any:
@@ -437,8 +497,10 @@ def _keep_outputs(steps: Steps, folder: Path, spare: float) -> None:
 def _bytes(layer: Layer, moments: bool) -> int:
     """Return the bytes to prune a layer: of its weight in float32 and float64, and of the statistics of its input."""
     assert layer.product is not None
-    features = math.prod(layer.product.rhs.shape[a] for a in axes_in(layer).features)
-    return 4 * layer.kernel.size + 8 * layer.kernel.size + 16 * (features**2 if moments else features)
+    axes, size = axes_in(layer), lambda axes: math.prod(layer.product.rhs.shape[a] for a in axes)
+    features = size(axes.features)
+    statistics = size(axes.batch) * (features**2 if moments else features)
+    return 4 * layer.kernel.size + 8 * layer.kernel.size + 16 * statistics
 
 
 def _on_disk(v: np.ndarray, folder: Path) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A decoder-only language model with the options of Llama 3, Qwen 2, Qwen 3 and Gemma 3."""
+"""A decoder-only language model with the options of Llama 3, Qwen 2, Qwen 3, its mixtures of experts, and Gemma 3."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from nmjax.fusing import fused
+from nmjax.models.moe import Experts, by_expert, weighed
 from nmjax.models.transformer import (
     INIT,
     Scores,
@@ -114,6 +115,9 @@ class Shape(NamedTuple):
     norm_outputs: bool
     query_scale: float
     scores: bool
+    experts: int
+    top: int
+    norm_shares: bool
     dtype: DTypeLike | None
 
 
@@ -180,14 +184,46 @@ class GatedMlp(nnx.Module):
         return self.down(fused(self.activation, self.gate, x) * self.up(x))
 
 
+class GatedMixture(nnx.Module):
+    """Several gated perceptrons, the experts. Each token uses those to which a router gives the greatest probabilities.
+
+    Their outputs are added, times their probabilities. No token is dropped.
+    """
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs) -> None:
+        """Make the router, which computes in float32, and the experts."""
+        if not 1 <= shape.top <= shape.experts:
+            raise ValueError(
+                f"top is the number of experts that a token uses, from 1 to experts={shape.experts}, got {shape.top}."
+            )
+        make = lambda inputs, outputs: Experts(shape.experts, inputs, outputs, dtype=shape.dtype, rngs=rngs)
+        wide = {"use_bias": False, "dtype": jnp.float32}
+        self.router = nnx.Linear(shape.width, shape.experts, kernel_init=INIT, **wide, rngs=rngs)
+        self.gate, self.up = make(shape.width, shape.hidden), make(shape.width, shape.hidden)
+        self.down = make(shape.hidden, shape.width)
+        self.shape = shape
+
+    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
+        """Return the sum of the outputs of each token's experts."""
+        tokens = x.reshape(-1, x.shape[-1])
+        shares, chosen = lax.top_k(jax.nn.softmax(self.router(tokens)), self.shape.top)
+        shares = shares / shares.sum(-1, keepdims=True) if self.shape.norm_shares else shares
+        rows, sizes, back = by_expert(tokens, chosen, self.shape.experts)
+        hidden = self.shape.activation(self.gate(rows, sizes)) * self.up(rows, sizes)
+        return weighed(self.down(hidden, sizes), back, shares).reshape(x.shape)
+
+
 class Block(nnx.Module):
-    """A block: attention and a gated perceptron, each added to its input. Norms compute in float32."""
+    """A block: attention, and a gated perceptron or a mixture of them, each added to its input.
+
+    Norms compute in float32.
+    """
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs) -> None:
         """Make the layers."""
         norm = lambda: RMSNorm(shape.width, shape.epsilon, offset=shape.offset)
         self.norm1, self.attention = norm(), Attention(shape, rngs=rngs)
-        self.norm2, self.mlp = norm(), GatedMlp(shape, rngs=rngs)
+        self.norm2, self.mlp = norm(), (GatedMixture if shape.experts else GatedMlp)(shape, rngs=rngs)
         self.out_norm1, self.out_norm2 = (norm(), norm()) if shape.norm_outputs else (None, None)
         self.window = shape.window
 
@@ -223,8 +259,8 @@ class Block(nnx.Module):
 class Decoder(Transformer):
     """A causal transformer with RMS norms, rotary positions, grouped queries and gated perceptrons.
 
-    Its options make it a Llama 3 (arXiv 2407.21783), Qwen 2 (arXiv 2407.10671), Qwen 3 (arXiv 2505.09388) or Gemma 3
-    (arXiv 2503.19786). `nmjax.checkpoints.load` chooses them by the ``config.json`` of a checkpoint.
+    Its options make it a Llama 3 (arXiv 2407.21783), Qwen 2 (arXiv 2407.10671), Qwen 3 (arXiv 2505.09388), also with
+    experts, or Gemma 3 (arXiv 2503.19786). `nmjax.checkpoints.load` chooses them by the config of a checkpoint.
 
     >>> import nmjax as nm
     >>> size = {"width": 8, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 16}  # or nm.models.decoder.SIZES["tiny"]
@@ -257,6 +293,9 @@ class Decoder(Transformer):
         query_scale: float | None = None,
         embedding_scale: float = 1.0,
         tied: bool = True,
+        experts: int = 0,
+        top: int = 0,
+        norm_shares: bool = True,
         scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
@@ -282,6 +321,9 @@ class Decoder(Transformer):
           query_scale: The factor of the logits of attention; None is one over the square root of ``features``.
           embedding_scale: The factor of the embedding, the square root of ``width`` in Gemma 3.
           tied: True if the head is the embedding.
+          experts: The number of experts in each block, of ``hidden`` features each, as in Qwen 3 MoE; 0 for none.
+          top: The number of experts that a token uses.
+          norm_shares: True if the probabilities of a token's experts are divided by their sum.
         """
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads, both at least 1, got kv_heads={kv_heads} and heads={heads}.")
@@ -300,7 +342,7 @@ class Decoder(Transformer):
         scale = features**-0.5 if query_scale is None else query_scale
         shape = Shape(
             width, heads, kv_heads, features, hidden, activation, epsilon, norm_offset, window, bias, norm_heads,
-            norm_outputs, scale, scores, dtype,
+            norm_outputs, scale, scores, experts, top, norm_shares, dtype,
         )  # fmt: skip
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.blocks = repeat(lambda rngs: Block(shape, rngs=rngs), depth, scan=scan, rngs=rngs)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from nmjax.models.transformer import (
     INIT,
+    Activation,
     Block,
     Dropout,
     Transformer,
@@ -36,7 +37,7 @@ class GPT(Transformer):
     Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019,
     https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf).
     With 50257 tokens and a length of 1024, the numbers of parameters are: small 124,439,808; medium 354,823,168;
-    large 774,030,080; xl 1,557,611,200.
+    large 774,030,080; xl 1,557,611,200. Its options make it the text tower of a CLIP (arXiv 2103.00020).
 
     >>> import nmjax as nm
     >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}  # or nm.models.gpt.SIZES["small"]
@@ -54,6 +55,8 @@ class GPT(Transformer):
         depth: int,
         heads: int,
         hidden: int,
+        activation: Activation = jax.nn.gelu,
+        unembed: bool = True,
         epsilon: float = 1e-5,
         dropout: float = 0.0,
         scores: bool = False,
@@ -63,7 +66,14 @@ class GPT(Transformer):
         lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        """Make the model. The arguments are those of `nmjax.models.transformer.Transformer`. GPT-2 has dropout=0.1."""
+        """Make the model. GPT-2 has dropout=0.1.
+
+        Arguments that are not described here are those of `nmjax.models.transformer.Transformer`.
+
+        Args:
+          activation: The activation of the perceptrons.
+          unembed: False to leave out the head, as in CLIP: a call then returns the normalised last hidden state.
+        """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
 
@@ -71,24 +81,24 @@ class GPT(Transformer):
             # Two layers of each block are added to its input. Their sum over blocks has one scale at any depth.
             inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
             return Block(
-                width, heads, hidden, jax.nn.gelu, epsilon, causal=True, inits=inits, scores=scores,
+                width, heads, hidden, activation, epsilon, causal=True, inits=inits, scores=scores,
                 dropout=Dropout(scores=dropout, sums=dropout), dtype=dtype, rngs=rngs,
             )  # fmt: skip
 
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, epsilon, rngs=rngs)
-        self.length = length
+        self.length, self.unembed = length, unembed
         self._take(depth, dtype, remat, lean, dropout)
 
     def __call__(
         self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
     ) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token, in float32."""
+        """Return the logits of every next token, in float32; without a head the normalised last hidden state."""
         return self.logits(self._states(tokens, key))
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
-        """Return the logits of every next token from the last hidden state."""
-        return unembedded(self, self.norm(x))
+        """Return what a call returns, from the last hidden state."""
+        return unembedded(self, self.norm(x)) if self.unembed else self.norm(x)
 
     def _states(self, tokens: jax.Array, key: jax.Array | None = None, every: bool = False) -> jax.Array:
         return self._through(embedded(self, tokens).astype(self.dtype), None, key, every)

@@ -44,6 +44,32 @@ class Experts(nnx.Module):
         return lax.ragged_dot(x, kernel, sizes)
 
 
+def by_expert(
+    tokens: Float[Array, "tokens width"], chosen: Int[Array, "tokens top"], experts: int
+) -> tuple[Float[Array, "rows width"], Int[Array, " experts"], Int[Array, " rows"]]:
+    """Return a row for each token and each of its experts, sorted by expert; the number of each; and the places back.
+
+    >>> x, sizes, back = by_expert(jnp.array([[1.0], [2.0]]), jnp.array([[2, 0], [0, 1]]), experts=3)
+    >>> x[:, 0].tolist(), sizes.tolist(), x[back][:, 0].tolist()
+    ([1.0, 2.0, 2.0, 1.0], [2, 1, 1], [1.0, 1.0, 2.0, 2.0])
+    """
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    return tokens[order // chosen.shape[-1]], jnp.bincount(flat, length=experts), jnp.argsort(order)
+
+
+def weighed(
+    outputs: Float[Array, "rows width"], back: Int[Array, " rows"], shares: Float[Array, "tokens top"]
+) -> Float[Array, "tokens width"]:
+    """Return the sum of the outputs of each token's experts, times their shares, given rows as `by_expert` sorts them.
+
+    >>> weighed(jnp.array([[1.0], [2.0]]), jnp.array([1, 0]), jnp.array([[0.5, 0.25]])).tolist()
+    [[1.25]]
+    """
+    outputs = outputs[back].reshape(*shares.shape, -1)
+    return jnp.sum(outputs * shares[..., None].astype(outputs.dtype), axis=1)
+
+
 class Balance(nnx.Variable[jax.Array]):
     """The numbers by which a router prefers experts that had few tokens."""
 
@@ -84,13 +110,11 @@ class Mixture(nnx.Module):
         shares = jax.nn.softmax(self.router(tokens))
         chosen = lax.top_k(shares + self.balance[...][None], self.top)[1]
         shares = jnp.take_along_axis(shares, chosen, axis=-1)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)  # by expert
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.experts)
-        hidden = jax.nn.gelu(self.up(tokens[order // self.top], sizes))
-        outputs = self.down(hidden, sizes)[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        rows, sizes, back = by_expert(tokens, chosen, self.experts)
+        outputs = self.down(jax.nn.gelu(self.up(rows, sizes)), sizes)
         if not self.deterministic:
             self.balance[...] += self.rate * jnp.sign(chosen.size / self.experts - sizes.astype(jnp.float32))
-        return jnp.sum(outputs * shares[..., None].astype(outputs.dtype), axis=1).reshape(x.shape)
+        return weighed(outputs, back, shares).reshape(x.shape)
 
 
 class Block(nnx.Module):

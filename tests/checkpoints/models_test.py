@@ -28,7 +28,7 @@ def inputs(kind, right):
     if kind not in TEXT:
         return (right["pixel_values"].transpose(0, 2, 3, 1),)
     tokens, mask = right["input_ids"], right["attention_mask"].astype(bool)
-    if kind.startswith("gpt2"):
+    if kind.startswith(("gpt2", "clip")):
         return (tokens,)
     return (tokens, mask, right["token_type_ids"]) if kind.startswith("bert") else (tokens, mask)
 
@@ -72,7 +72,7 @@ def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(ki
     states = model.hidden(*given)
     theirs = [right[f"states.{i}"] for i in range(len(states)) if f"states.{i}" in right]
     for i, state in enumerate(theirs):
-        last_is_normed = i == len(theirs) - 1 and kind in TEXT and kind not in POST
+        last_is_normed = i == len(theirs) - 1 and kind in TEXT and kind not in (*POST, "clip-text")
         alike(model.norm(states[i]) if last_is_normed else states[i], state, kind, right)
     if kind in ("bert", "xlm-roberta"):
         assert model(*given).shape == (2, 0)
@@ -106,6 +106,11 @@ FORMS = {
     "a tower of CLIP with its projection": ("clip-vision", {}, lambda held: {
         "vision_model." + name: v for name, v in held.items()
     } | {"visual_projection.weight": ONES, "vision_model.embeddings.position_ids": np.arange(5)[None]}),
+    "experts as older configs count them":
+        ("qwen3-moe", {"num_local_experts": None, "num_experts": 4}, lambda held: held),
+    "a text tower of CLIP with its projection": ("clip-text", {}, lambda held: {
+        "text_model." + name: v for name, v in held.items()
+    } | {"text_projection.weight": ONES, "text_model.embeddings.position_ids": np.arange(16)[None]}),
     "a DINOv2 without a head": ("dinov2", {}, lambda held: {
         name.removeprefix("dinov2."): v for name, v in held.items() if "classifier" not in name
     }),
@@ -142,10 +147,34 @@ def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     before, after = read(GOLDEN / kind), read(tmp_path)
     assert list(before) == list(after)
     pruned = [name for name in before if (before[name] != after[name]).any()]
-    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "vit": 6, "dinov2": 6, "clip-vision": 6}  # tensors
-    assert len(pruned) == 2 * (6 if kind in POST else in_block.get(kind, 7))
+    in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "qwen3-moe": 5 + 4 * 3}  # tensors
+    of_six = (*POST, "vit", "dinov2", "clip-vision", "clip-text")
+    assert len(pruned) == 2 * (6 if kind in of_six else in_block.get(kind, 7))
     for name in pruned:
         assert nm.groups.is_nm(after[name], 2, 4, axis=0 if kind.startswith("gpt2") else 1)
+
+
+@pytest.mark.parametrize("kind", ["clip-text", "clip-vision"])
+def test_a_tower_of_a_whole_clip_is_taken_and_the_other_is_written_back(kind, tmp_path):
+    towers = {"text": "clip-text", "vision": "clip-vision"}
+    held = {f"{which}_model.{name}": v for which, one in towers.items() for name, v in read(GOLDEN / one).items()}
+    held |= {f"{which}_projection.weight": ONES for which in towers} | {"logit_scale": np.float32(2.5)}
+    about = lambda kind: json.loads((GOLDEN / kind / "config.json").read_text())
+    configs = {f"{which}_config": about(one) for which, one in towers.items()}
+    del configs["text_config"]["hidden_act"]  # one that is the default may be left out
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip/config.json").write_text(json.dumps({"model_type": "clip", **configs}))
+    write(tmp_path / "clip/model.safetensors", held)
+    family = {"clip-text": nm.checkpoints.clip_text, "clip-vision": nm.checkpoints.clip_vision}[kind]
+    model, given = load(tmp_path / "clip", family=family), jnp.arange(10)[None] if kind in TEXT else IMAGES
+    np.testing.assert_array_equal(model.hidden(given), load(GOLDEN / kind).hidden(given))
+    model = nm.nnx.sparsify(model, nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
+    save(tmp_path / "pruned", nm.nnx.harden(model), like=tmp_path / "clip", family=family)
+    after = read(tmp_path / "pruned")
+    assert list(after) == list(held)
+    pruned = [name for name in held if (held[name] != after[name]).any()]
+    assert len(pruned) == 12
+    assert all(name.startswith(kind.removeprefix("clip-")) for name in pruned)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, jnp.bfloat16])
@@ -441,12 +470,21 @@ REFUSED = {
     "not floating-point numbers: norm/scale int8": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.int8)}),
     "not floating-point numbers: norm/scale bool": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.bool_)}),
     "not floating-point numbers: norm/scale complex64": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.complex64)}),
-    "config.json has model_type 't5', which is not supported. Supported: bert, clip_vision_model, dinov2, distilbert, "
-    "gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, roberta, vit, xlm-roberta, and vit_* of timm. For another "
-    "kind, write a table of its names, by docs/how_to/checkpoints.md, and pass family=nm.checkpoints.Family(...), or "
-    "--family module:name to the command.": ("bert", {"model_type": "t5"}, {}),
-    "config.json has model_type 'clip'. Of a CLIP only the vision tower is supported, model_type 'clip_vision_model'":
+    "config.json has model_type 't5', which is not supported. Supported: bert, clip_text_model, clip_vision_model, "
+    "dinov2, distilbert, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, roberta, vit, "
+    "xlm-roberta, and vit_* of timm. For another kind, write a table of its names, by docs/how_to/checkpoints.md, and "
+    "pass family=nm.checkpoints.Family(...), or --family module:name to the command.":
+        ("bert", {"model_type": "t5"}, {}),
+    "config.json has model_type 'clip', which is two models. Take one: pass family=nm.checkpoints.clip_text or nm":
         ("clip-vision", {"model_type": "clip"}, {}),
+    "has decoder_sparse_step=2. nmjax supports only 1": ("qwen3-moe", {"decoder_sparse_step": 2}, {}),
+    "has mlp_only_layers=[1]. nmjax supports only []": ("qwen3-moe", {"mlp_only_layers": [1]}, {}),
+    "has num_experts_per_tok=5, but the checkpoint has only 4 experts": ("qwen3-moe", {"num_experts_per_tok": 5}, {}),
+    "has num_local_experts=2,000,000,000, but the checkpoint has only 45 tensors":
+        ("qwen3-moe", {"num_local_experts": 2_000_000_000}, {}),
+    "missing: model.layers.0.mlp.experts.4.down_proj.weight": ("qwen3-moe", {"num_local_experts": 5}, {}),
+    "unexpected: model.layers.0.mlp.experts.3.down_proj.weight": ("qwen3-moe", {"num_local_experts": 3}, {}),
+    "config.json has hidden_act='tanh'. nmjax supports only 'silu'": ("clip-text", {"hidden_act": "tanh"}, {}),
     "has sliding_window='b', which is not a whole number above 0": ("mistral", {"sliding_window": "b"}, {}),
     "has partial_rotary_factor=0.75. nmjax supports only 1":
         ("phi3", {ROPE: {"rope_type": "default", "partial_rotary_factor": 0.75}}, {}),
@@ -508,7 +546,7 @@ def test_a_config_that_cannot_be_read(text, said, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["swin", "deberta", "gemma", "qwen3_moe", "deit", "gpt_neo"])
+@pytest.mark.parametrize("kind", ["swin", "deberta", "gemma", "mixtral", "deit", "gpt_neo"])
 def test_kinds_that_are_not_supported_have_no_hint(kind):
     with pytest.raises(CheckpointError, match=r"and vit_\* of timm. For another kind, write a table"):
         family_of({"model_type": kind}, [])

@@ -31,6 +31,7 @@ DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
@@ -59,6 +60,7 @@ MODELS = {
     "qwen3": lambda: tf.Qwen3ForCausalLM(
         tf.Qwen3Config(**DECODER, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e3})
     ),
+    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**DECODER, **EXPERTS)),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**DECODER, sliding_window=4)),
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**DECODER | {"head_dim": 4}, sliding_window=4)),
     "roberta": lambda: tf.RobertaForSequenceClassification(
@@ -68,6 +70,7 @@ MODELS = {
     "distilbert": lambda: tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**DISTILBERT, num_labels=3)),
     "dinov2": lambda: tf.Dinov2ForImageClassification(tf.Dinov2Config(**DINOV2, num_labels=3)),
     "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VIT)),
+    "clip-text": lambda: tf.CLIPTextModel(tf.CLIPTextConfig(**SMALL, **TEXT)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER | GEMMA)),
 }
 
