@@ -424,8 +424,8 @@ def _images(path: Path, model: Any) -> np.ndarray:
     """Return the images of a file, as the model takes them."""
     try:
         images = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: this is not a file .npy of images: {error}.") from None
+    except (ValueError, EOFError):
+        raise ValueError(f"{path}: this model takes images, and this is not a file .npy of an array.") from None
     shape = getattr(images, "shape", None)
     if shape is None or len(shape) != 4 or shape[1:] != model.shape or not len(images):
         wanted = ", ".join(map(str, model.shape))
@@ -434,6 +434,9 @@ def _images(path: Path, model: Any) -> np.ndarray:
         raise ValueError(
             f"{path}: images are floating-point numbers, normalised as the model takes them, got {images.dtype}."
         )
+    bad = next((i for i, image in enumerate(images) if not np.isfinite(image).all()), None)
+    if bad is not None:
+        raise ValueError(f"{path}: image {bad} has NaN or infinity.")
     return images
 
 
@@ -454,7 +457,8 @@ def _export(asked: argparse.Namespace) -> int:
     weights = checkpoints.models.weights_of_8_bits(source)
     count = checkpoints.write_onnx(target, model, *inputs, names=names, weights=weights)
     of = f", {count} of {len(weights)} quantized weights in 8 bits" if weights else ""
-    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}{of}.")
+    headless = "" if getattr(model, "has_head", True) else ", output the last hidden state"
+    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}{headless}{of}.")
     return 0
 
 
@@ -467,6 +471,7 @@ def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.Shap
         if asked.length is not None:
             raise ValueError("--length is for texts, and this model takes images. Leave it out.")
         batch = jax.export.symbolic_shape(str(asked.batch or "batch"))
+        model = model if model.head.kernel.size else _Tokens(model)
         return model, [jax.ShapeDtypeStruct((*batch, *model.shape), jnp.float32)], ["images"]
     if not hasattr(model, "length"):
         raise ValueError(
@@ -486,12 +491,24 @@ class _Encoder(nnx.Module):
     """BERT with a mask of numbers. Without a head it returns the last hidden state."""
 
     def __init__(self, model: models.BERT):
-        self.model = model
+        self.model, self.has_head = model, bool(model.head.kernel.size)
 
     def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array | None = None) -> jax.Array:
-        if self.model.head.kernel.size:
+        if self.has_head:
             return self.model(tokens, mask != 0, types)
         return self.model.hidden(tokens, mask != 0, types)[-1]
+
+
+class _Tokens(nnx.Module):
+    """The last hidden state of a ViT without a head, normalised."""
+
+    has_head = False
+
+    def __init__(self, model: models.ViT):
+        self.model = model
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        return self.model.norm(self.model.hidden(images)[-1])
 
 
 def _plan(asked: argparse.Namespace) -> int:

@@ -588,7 +588,7 @@ def test_images_calibrate_a_vit(capsys, tmp_path):
         np.save(tmp_path / "images.npy", wrong)
         assert "images" in refused(capsys, *again)
     (tmp_path / "images.npy").write_text("no images")
-    assert "this is not a file .npy of images" in refused(capsys, *again)
+    assert "this model takes images, and this is not a file .npy" in refused(capsys, *again)
 
 
 # ---- export ----

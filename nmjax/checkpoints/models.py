@@ -253,6 +253,8 @@ def quantize(
     if folder.exists() and folder.samefile(_home(source)):
         raise CheckpointError(f"{source}: its weights would be lost. Name another folder.")
     check_target(folder, source, overwrite)
+    if kind == "int8" and any(".experts." in name for name in found):
+        raise CheckpointError(f"{source}: transformers reads experts of 8 bits in FP8 only. Write fp8.")
     if "quantization_config" in config:
         raise CheckpointError(f"{source}: config.json has quantization_config already.")
     checked = verify(source, n, m)

@@ -254,8 +254,8 @@ def _copied(
         if left and left != json.loads(json.dumps(asked)):
             other = next(name for name in asked if left.get(name) != asked[name])
             raise CheckpointError(
-                f"{draft}: a call that was stopped began to prune with another {other}. Repeat it to go on, or remove "
-                "this folder."
+                f"{draft}: a call that was stopped began to prune with another {other}. Repeat that call to go on, "
+                "or remove this folder."
             )
         copy = _Copy(draft, asked, done, continued=bool(left))
         try:
@@ -268,8 +268,8 @@ def _copied(
                 raise CheckpointError(f"{source}: the files changed while they were read. Nothing was written.")
             copy.note(copy.done)
             models.copy_texts(source, draft)
-        except Exception:
-            if not copy.done:  # otherwise the same call goes on
+        except Exception as error:
+            if not copy.done or isinstance(error, ValueError):  # otherwise the same call goes on
                 shutil.rmtree(draft, ignore_errors=True)
             raise
         put(draft, folder)
@@ -477,10 +477,15 @@ def _spare(steps: Steps, moments: bool, memory: float) -> float:
     largest = max(need, key=lambda group: need[group])
     if need[largest] > memory and steps.blocks is not None:  # otherwise the whole model is called
         raise CheckpointError(
-            f"{largest} takes {need[largest] / 1e9:.1f} GB of memory to prune, more than {memory / 1e9:.1f}. Write "
-            f"--memory {math.ceil(need[largest] / 1e9)}GB, or memory=... in Python."
+            f"{largest} takes {_size(need[largest])} of memory to prune, more than {_size(memory)}. Write --memory "
+            f"{_size(need[largest]).replace(' ', '')}, or memory=... in Python."
         )
     return memory - need[largest]
+
+
+def _size(count: float) -> str:
+    """Return bytes in MB or GB, rounded up."""
+    return f"{math.ceil(count / 1e6)} MB" if count < 1e9 else f"{math.ceil(count / 1e8) / 10} GB"
 
 
 def _keep_outputs(steps: Steps, folder: Path, spare: float) -> None:

@@ -73,8 +73,8 @@ def low_rank(model: nnx.Module, names: str, rank: int, *, rngs: nnx.Rngs) -> dic
     for path, shape in shapes.items():
         if len(shape) != 2:
             raise ValueError(
-                f"low_rank: {path} has shape {shape}, and only matrices are changed. Name others, or make the model "
-                "without scan."
+                f"low_rank: {path} has shape {shape}, and only matrices are changed. Name others; a model "
+                "made without scan has matrices, and experts have none."
             )
     normal = lambda shape: jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5
     return {path: LowRank(normal((i, rank)), jnp.zeros((rank, o))) for path, (i, o) in shapes.items()}

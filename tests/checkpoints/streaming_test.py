@@ -267,7 +267,7 @@ def test_outputs_that_do_not_fit_are_on_the_disk_and_change_nothing(tmp_path, mo
     assert kept == [(2, 32, 32)] * 3  # of one block: no other needs those of the last
     assert files(tmp_path / "a") == files(tmp_path / "b")
     with pytest.raises(
-        CheckpointError, match=r"blocks/\d takes 0.0 GB of memory to prune, more than 0.0. Write --memory 1GB"
+        CheckpointError, match=r"blocks/\d takes \d+ MB of memory to prune, more than 1 MB. Write --memory \d+MB, or"
     ):
         checkpoints.prune(source, tmp_path / "c", RECIPE, tokens(), nm.oneshot.wanda, memory=needed - 1)
     assert not (tmp_path / "c").exists()
@@ -280,7 +280,7 @@ def test_weights_and_memory_are_looked_at_before_the_copy(tmp_path, monkeypatch)
     source = llama(tmp_path / "dense", depth=1)
     seven = nm.Recipe((("blocks/.*", "ste(2,7)"), (".*", "dense")))
     for recipe, batches, solver, memory, said in (
-        (RECIPE, tokens(), nm.oneshot.wanda, 1e3, "blocks/0 takes 0.0 GB of memory"),
+        (RECIPE, tokens(), nm.oneshot.wanda, 1e3, "blocks/0 takes 1 MB of memory to prune"),
         (seven, [], nm.oneshot.magnitude, 8e9, "do not divide into groups of 7"),
         (seven, tokens(), nm.oneshot.wanda, 8e9, "do not divide into groups of 7"),
     ):
@@ -401,3 +401,21 @@ def test_tensors_that_numpy_cannot_hold_are_left_alone(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     assert checkpoints.prune_tensors(tmp_path / "a.safetensors", tmp_path / "out", "w.weight", 2, 4) == ["w.weight"]
     assert checkpoints.read(tmp_path / "out")["w.weight"].tolist() == [[0, 0, 3, 4]]
+
+
+def test_a_call_that_cannot_succeed_leaves_nothing(tmp_path):
+    """A solver that refuses the second block would refuse it again. One that lacks memory may go on."""
+    source = llama(tmp_path / "dense", depth=2)
+    left = lambda: sorted(path.name for path in tmp_path.iterdir())
+    for error, found in ((ValueError, ["dense"]), (MemoryError, [".out.unfinished", "dense"])):
+        solved = []
+
+        def failing(w, moments, n, m, error=error, solved=solved):
+            solved.append(w.shape)
+            if len(solved) > 7:  # of the first block
+                raise error("no more")
+            return nm.oneshot.wanda(w, moments, n, m)
+
+        with pytest.raises(error, match="no more"):
+            checkpoints.prune(source, tmp_path / "out", RECIPE, tokens(), failing)
+        assert left() == found
