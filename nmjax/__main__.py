@@ -471,8 +471,8 @@ def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.Shap
         if asked.length is not None:
             raise ValueError("--length is for texts, and this model takes images. Leave it out.")
         batch = jax.export.symbolic_shape(str(asked.batch or "batch"))
-        model = model if model.head.kernel.size else _Tokens(model)
-        return model, [jax.ShapeDtypeStruct((*batch, *model.shape), jnp.float32)], ["images"]
+        images = jax.ShapeDtypeStruct((*batch, *model.shape), jnp.float32)
+        return model if model.head.kernel.size else _Tokens(model), [images], ["images"]
     if not hasattr(model, "length"):
         raise ValueError(
             f"{asked.path}: only models of texts and ViT can be exported here. Use nm.checkpoints.write_onnx in Python."

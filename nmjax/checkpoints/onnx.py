@@ -74,7 +74,8 @@ def write_onnx(
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         free = dict.fromkeys(str(n) for one in given for n in one.shape if not isinstance(n, int))
         if "ClosedJaxpr" in reason:  # its own code for an activation function reads a name that JAX 0.12 removed
-            reason, free = f"it cannot convert SiLU or ReLU with jax {jax.__version__} ({reason})", {}
+            free.clear()
+            reason = f"it cannot convert SiLU or ReLU with jax {jax.__version__} ({reason})"
         hint = f" The axes {', '.join(free)} are free: fixed ones, by --batch and --length, may help." if free else ""
         raise CheckpointError(f"{path}: jax2onnx cannot convert the model: {reason}.{hint}") from error
     for name, one, w in zip(names, made.graph.input, wide, strict=True):
