@@ -231,7 +231,7 @@ def test_a_command_that_is_killed_can_be_given_again(tmp_path):
     prune = lambda folder, *more: [
         "prune", str(golden / "bert"), "--method", "magnitude", *more, "--out", str(tmp_path / folder / "out"),
     ]  # fmt: skip
-    notes, files = 3, 4  # how often the note of an unfinished copy is renamed; that note is the first of the files
+    notes, files = 2, 4  # how often the note of an unfinished copy is renamed; that note is the first of the files
     kills = {"folder": notes, "first": notes + 1, "last": notes + files}
     plan = [(prune("new"), notes), (prune("new"), 99)]
     for name, renamings in kills.items():

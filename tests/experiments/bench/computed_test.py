@@ -80,14 +80,16 @@ def test_a_gain_by_hand(monkeypatch):
     """
     model = nnx.eval_shape(lambda: steps.Block(4096))
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
-    monkeypatch.setattr(tuning, "gain", lambda *_, **__: 0.7)  # as if a table said that packing is slower
+    slower = tuning.Times(dense=0.7, pruning=0.0, packed=1.0, packing=0.0)
+    monkeypatch.setattr(tuning, "times", lambda *_, **__: slower)  # as if a table said so
     routes._routes.cache_clear()
-    share, emulated, *at = computed.gain(model, x, "ste(2,4)")
+    share, packing, emulated, *at = computed.gain(model, x, "ste(2,4)")
     monkeypatch.undo()
     routes._routes.cache_clear()  # other tests have the tiles that there are
     product, rate, weights = 2 * 16384 * 4096 * 16384, 0.8 * 989.5e12, 2 * 4096 * 16384
     dense = 6 * product / rate
     assert share == "0.33"
+    assert packing == pytest.approx(3.125 * weights / 2.58e12 / dense)
     assert emulated == pytest.approx(dense / (dense + 4 * weights / 2.58e12))
     assert at[2] == pytest.approx(dense / (5 * product / rate + 3.125 * weights / 2.58e12))
 
