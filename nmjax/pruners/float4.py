@@ -23,10 +23,9 @@ from jaxtyping import Array, Float
 
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Facts, NormalForm, Pruner
+from nmjax.core.pruner import Facts, Pruner
 from nmjax.pruners.estimators import straight_through
-from nmjax.pruners.float8 import largest
-from nmjax.pruners.nothing import identity
+from nmjax.pruners.float8 import Storage, largest
 from nmjax.pruners.unbiased import group_uniforms
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -91,7 +90,7 @@ def scales(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]
 
 
 @dataclass(frozen=True, repr=False)
-class fp4(Pruner):
+class fp4(Storage):
     """Round values to FP4 (E2M1), with a scale for each block of values along the axis.
 
     Paper: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
@@ -132,13 +131,6 @@ class fp4(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return straight_through(_Cast(self.rounding, self.block), axis, x, ctx.traceable())
-
-    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.ones_like(x, bool)
-
-    def normal_form(self) -> NormalForm:
-        """Return the normal form of a slot that prunes nothing and stores its operand in FP4."""
-        return NormalForm(core=identity, applied=identity, storage=self)
 
 
 @dataclass(frozen=True, repr=False)

@@ -97,8 +97,19 @@ def _drawn(x: Float[Array, "..."], format: str, u: Float[Array, "..."]) -> UInt[
     return code | jnp.where(x < 0, kind(0x80), kind(0))
 
 
+class Storage(Pruner):
+    """A pruner that rounds values to those of a format, and drops none."""
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return jnp.ones_like(x, bool)
+
+    def normal_form(self) -> NormalForm:
+        """Return the normal form of a slot that prunes nothing and stores its operand in the format."""
+        return NormalForm(core=identity, applied=identity, storage=self)
+
+
 @dataclass(frozen=True, repr=False)
-class fp8(Pruner):
+class fp8(Storage):
     """Round values to FP8, scaled so that the largest magnitude of the tensor just fits.
 
     Paper: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
@@ -139,13 +150,6 @@ class fp8(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return straight_through(_Cast(self.format, self.rounding), axis, x, ctx.traceable())
-
-    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.ones_like(x, bool)
-
-    def normal_form(self) -> NormalForm:
-        """Return the normal form of a slot that prunes nothing and stores its operand in FP8."""
-        return NormalForm(core=identity, applied=identity, storage=self)
 
 
 @dataclass(frozen=True, repr=False)
