@@ -238,3 +238,12 @@ def test_nothing_is_lost_by_quantizing(tmp_path):
     (tmp_path / "pruned/config.json").write_text(json.dumps(described))
     with pytest.raises(CheckpointError, match="config.json has quantization_config already"):
         checkpoints.quantize(tmp_path / "pruned", tmp_path / "out", "int8")
+
+
+def test_experts_are_quantized_in_fp8_only(tmp_path):
+    """transformers cannot read them in int8."""
+    checkpoints.prune(GOLDEN / "qwen3-moe", tmp_path / "pruned", RECIPE)
+    with pytest.raises(CheckpointError, match="reads experts of 8 bits in FP8 only. Write fp8"):
+        checkpoints.quantize(tmp_path / "pruned", tmp_path / "out", "int8")
+    chosen = checkpoints.quantize(tmp_path / "pruned", tmp_path / "out", "fp8")
+    assert any(".experts." in name for name in chosen)
