@@ -424,7 +424,7 @@ def _images(path: Path, model: Any) -> np.ndarray:
     """Return the images of a file, as the model takes them."""
     try:
         images = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):
+    except (ValueError, EOFError, IsADirectoryError):
         raise ValueError(f"{path}: this model takes images, and this is not a file .npy of an array.") from None
     shape = getattr(images, "shape", None)
     if shape is None or len(shape) != 4 or shape[1:] != model.shape or not len(images):

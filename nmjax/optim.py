@@ -1,11 +1,12 @@
 """Optax transformations for masked training.
 
-Decay of dropped weights, and an Adam that decides when masks begin.
+Decay of dropped weights, a proximal step towards n:m, and an Adam that decides when masks begin.
 """
 
+import itertools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -137,6 +138,117 @@ def _at(path: tuple[Any, ...]) -> str:
 def _wide(x: Any) -> jax.Array:
     """Return an array in at least float32, to compute in. A tree of parameters may hold integers too."""
     return groups.at_least_float32(jnp.asarray(x))
+
+
+def proximal(n: int, m: int, strength: float | Schedule, axis: int = -2) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that moves weights towards n:m after each update, by a proximal step.
+
+    Liu et al., "ProxSparse: Regularized Learning of Semi-Structured Sparsity Masks for Pretrained LLMs" (arXiv
+    2502.00258). Its regularizer is zero for n:m weights, and differentiable where all weights of a group are not zero.
+    For 2:4 it is the sum of all products of three magnitudes::
+
+        r(w) = |w1 w2 w3| + |w1 w2 w4| + |w1 w3 w4| + |w2 w3 w4|             otherwise: products of n + 1 of the m
+        w <- the x of least  1/2 |x - (w + update)|^2 + strength * r(x)      in each group
+
+    So a group with one small weight loses little, and the choice is put off while several weights are alike. Put it
+    last in a chain. Train with dense weights, until `nm.groups.is_nm` holds for most groups, and then prune them by
+    magnitude; or take only the mask from the trained weights, as the paper does, and keep the values of the first ones.
+
+    Args:
+      n: The number of weights to keep in each group.
+      m: The size of a group.
+      strength: The factor of the regularizer times the learning rate, or a schedule of the number of updates done.
+      axis: The axis of the groups: that of the inputs. Kernels of Flax are [..., inputs, outputs].
+
+    Returns:
+      A transformation whose ``update`` takes the parameters. It changes all of them that have two or more axes; choose
+      by `optax.masked`.
+
+    Raises:
+      ValueError: n does not lie between 1 and m; in ``update``: there are no parameters, or m does not divide the axis.
+
+    >>> w = jnp.array([[1.0], [0.9], [0.2], [0.1]])
+    >>> tx = optax.chain(optax.sgd(0.0), proximal(2, 4, strength=0.1))
+    >>> state = tx.init(w)
+    >>> for _ in range(3):
+    ...     w = optax.apply_updates(w, tx.update(jnp.zeros_like(w), state, w)[0])
+    >>> [f"{v:.2f}" for v in w[:, 0]]                      # the two largest are nearly unchanged
+    ['0.99', '0.89', '0.00', '0.00']
+    """
+    if not 1 <= n <= m:
+        raise ValueError(f"proximal: n lies between 1 and m, got n={n} and m={m}.")
+
+    def init(params: PyTree) -> Any:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)) if callable(strength) else optax.EmptyState()
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        del extra
+        if params is None:
+            raise ValueError("proximal got no parameters to move: write tx.update(grads, state, params).")
+        rate = strength
+        if callable(strength):
+            rate, state = strength(state.count), optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+        def moved(path: tuple[Any, ...], u: jax.Array, w: jax.Array) -> jax.Array:
+            if w.ndim < 2:
+                return u
+            if w.shape[axis] % m:
+                raise ValueError(
+                    f"proximal: m={m} does not divide axis {axis} of the parameter{_at(path)}, of shape {w.shape}. "
+                    "Leave it out by optax.masked."
+                )
+            new = _wide(w) + _wide(u)
+            return (_nearest(new, n, m, groups.position(w.ndim, axis), rate) - _wide(w)).astype(u.dtype)
+
+        return jax.tree_util.tree_map_with_path(moved, updates, params), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+SWEEPS = 16  # over the members of a group
+
+
+def _nearest(w: jax.Array, n: int, m: int, axis: int, strength: Any) -> jax.Array:
+    """Return the x of least 1/2 |x - w|^2 + strength * r(x), in each group.
+
+    Magnitudes of the minimum have the order of those of w. So its support is the n, n + 1, ..., or m largest. With k of
+    them, x is the fixed point of x_i = max(w_i - strength * s(x without x_i), 0), where s is the sum of all products of
+    n members; with n it is w. Of these the best is taken.
+    """
+    size = groups.members(groups.split(jnp.abs(w), axis, m), axis + 1)
+    order = [groups.magnitude(v) for v in size]
+    kept = lambda k: tuple(jnp.where(keep, v, 0) for keep, v in zip(groups.first_of(order, k), size, strict=True))
+    away = lambda x: sum((jnp.square(a - b) / 2 for a, b in zip(x, size, strict=True)), jnp.zeros_like(size[0]))
+    best = kept(n)
+    least = away(best)
+    for k in range(n + 1, m + 1):
+        first = kept(k)
+
+        def sweep(_: Any, x: Any, first: Any = first) -> Any:
+            for i in range(m):
+                x = (*x[:i], jnp.maximum(first[i] - strength * _products(x[:i] + x[i + 1 :], n), 0), *x[i + 1 :])
+            return x
+
+        mean, ways = sum(first, jnp.zeros_like(size[0])) / k, math.comb(k - 1, n)
+        share = jnp.ones_like(mean)  # what is left of k equal magnitudes, by Newton's method
+        for _ in range(4):
+            pull = strength * ways * mean ** (n - 1) * share ** (n - 1)
+            share = share - (share + pull * share - 1) / (1 + n * pull)
+        x = jax.lax.fori_loop(0, SWEEPS, sweep, tuple(v * share for v in first))
+        cost = away(x) + strength * _products(x, n + 1)
+        better = cost < least
+        best = tuple(jnp.where(better, new, old) for new, old in zip(x, best, strict=True))
+        least = jnp.where(better, cost, least)
+    return jnp.concatenate(best, axis + 1).reshape(w.shape) * jnp.sign(w)
+
+
+def _products(x: Sequence[jax.Array], n: int) -> jax.Array:
+    """Return the sum of all products of n of these arrays."""
+    sums = [jnp.ones_like(x[0]), *[jnp.zeros_like(x[0])] * n]
+    for v in x:
+        sums = [sums[0], *(high + v * low for low, high in itertools.pairwise(sums))]
+    return sums[n]
 
 
 class StepAdamState(NamedTuple):

@@ -589,6 +589,8 @@ def test_images_calibrate_a_vit(capsys, tmp_path):
         assert "images" in refused(capsys, *again)
     (tmp_path / "images.npy").write_text("no images")
     assert "this model takes images, and this is not a file .npy" in refused(capsys, *again)
+    again[3] = tmp_path
+    assert "this model takes images, and this is not a file .npy" in refused(capsys, *again)
 
 
 # ---- export ----

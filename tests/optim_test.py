@@ -1,5 +1,7 @@
 """Transformations between gradients and weights: against closed forms, inside optax's own wrappers, over the switch."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -290,6 +292,85 @@ def test_states_of_variables_without_the_optimizer():
 def test_masked_decay_says_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):
         call(optim.masked_decay(LAM))
+
+
+# proximal: the step
+
+
+def products(x, n):
+    """The sum of all products of n of the values along the first axis, by the definition."""
+    return sum(np.prod(x[list(chosen)], axis=0) for chosen in itertools.combinations(range(len(x)), n))
+
+
+def stepped(w, n, m, strength):
+    """One proximal step of groups [m, groups], without a gradient."""
+    tx = optim.proximal(n, m, strength, axis=0)
+    update = jax.jit(tx.update)(jnp.zeros_like(w), tx.init(w), w)[0]
+    return np.asarray(w + update, np.float64)
+
+
+def test_a_step_of_equal_magnitudes_by_hand():
+    # x = a - 3 strength x^2 of four equal values; three stay alike up to strength * a = 1/2 + 1/sqrt(2), then one goes
+    a, strength = 0.8, 0.25
+    x = (np.sqrt(1 + 12 * strength * a) - 1) / (6 * strength)
+    np.testing.assert_allclose(stepped(jnp.full((4, 1), a), 2, 4, strength)[:, 0], [x] * 4, rtol=1e-4)
+    three = jnp.array([[1.0], [-1.0], [1.0], [0.0]])
+    below, above = (stepped(three, 2, 4, 0.5 + 0.5**0.5 + e)[:, 0] for e in (-0.01, 0.01))
+    assert np.count_nonzero(below) == 3
+    np.testing.assert_allclose(below[:3], [below[0], -below[0], below[0]], rtol=1e-4)
+    np.testing.assert_array_equal(above, [1, -1, 0, 0])
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), pytest.param(2, 8, marks=pytest.mark.slow)])
+def test_no_other_point_is_better(n, m):
+    w = np.abs(np.hstack([normal(7, (m, 20)), 1 + 0.1 * normal(8, (m, 20))]).astype(np.float64))
+    for strength in (0.05, 0.3, 0.6, 1.2, 3.0):
+        found = stepped(jnp.asarray(w, jnp.float32), n, m, strength)
+        cost = lambda x, w=w, strength=strength: ((x - w) ** 2).sum(0) / 2 + strength * products(x, n + 1)
+        corners = np.array(list(itertools.product((0, 1), repeat=m)))[:, :, None] * w
+        others = np.random.default_rng(0).uniform(0, 1, (400, m, 1)) * w
+        near = np.maximum(found + 0.02 * np.random.default_rng(1).standard_normal((400, m, 40)), 0)
+        for x in (*corners, *others, *near):
+            assert (cost(found) <= cost(x) + 1e-4).all()
+
+
+def test_many_steps_end_with_the_pattern_and_keep_large_weights():
+    w = normal(8, (64, 16))
+    tx = optax.chain(optax.sgd(0.0), optim.proximal(2, 4, 0.3))
+    step = jax.jit(lambda w: optax.apply_updates(w, tx.update(jnp.zeros_like(w), tx.init(w), w)[0]))
+    end = w
+    for _ in range(60):
+        end = step(end)
+    assert nm.groups.is_nm(end, 2, 4, axis=0)
+    np.testing.assert_array_equal(end != 0, nm.mse(2, 4).mask(w, 0))  # without gradients the order of magnitudes stays
+
+
+def test_a_proximal_step_takes_the_update_leaves_vectors_and_counts_for_its_schedule():
+    params = {"kernel": normal(9, (8, 4)), "bias": normal(10, (4,))}
+    updates = {"kernel": normal(11, (8, 4)), "bias": normal(12, (4,))}
+    tx = optim.proximal(2, 4, nm.linear(0, 1, 2))
+    new, state = tx.update(updates, tx.init(params), params)
+    chex.assert_trees_all_close(new, updates, atol=1e-6)  # the strength is 0 at first
+    moved, _ = jax.jit(tx.update)(updates, state, params)
+    np.testing.assert_array_equal(moved["bias"], updates["bias"])
+    alone = stepped((params["kernel"] + updates["kernel"]).reshape(2, 4, 4)[0], 2, 4, 0.5)
+    np.testing.assert_allclose((params["kernel"] + moved["kernel"])[:4], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: optim.proximal(5, 4, 1.0), "n lies between 1 and m, got n=5 and m=4"),
+        (lambda: optim.proximal(2, 4, 1.0).update(PARAMS, optax.EmptyState()), "no parameters to move"),
+        (
+            lambda: optim.proximal(2, 3, 1.0).update(PARAMS, optax.EmptyState(), PARAMS),
+            r"m=3 does not divide axis -2 of the parameter at \['a'\]\['kernel'\], of shape \(8, 4\)",
+        ),
+    ],
+)
+def test_proximal_says_what_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # step_adam

@@ -32,7 +32,7 @@ BENCHMARKS = {
     "runs": Benchmark("reports of long runs and of many runs, and the memory of a run"),
     "scale": Benchmark("many devices, saving, and starting again", "config dir rounds save"),
     "pretrained": Benchmark("reading a checkpoint, and pruning it in one shot"),
-    "large": Benchmark("pruning a checkpoint of 1.1 billion parameters in its files", "save"),
+    "large": Benchmark("pruning checkpoints of 1.1 and 8 billion parameters in their files", "save"),
     "expected": Benchmark("what sparse tensor cores can bring to a step, computed from plans", "save", "computed"),
     "counts": Benchmark("the kernels of a step, counted in its program", "rounds device save", "computed"),
     "tpu": Benchmark("what a TPU's compiler counts in pruning and in steps, without a TPU", "save"),

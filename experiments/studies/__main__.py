@@ -6,7 +6,7 @@ python -m experiments.studies baselines    what simple methods reach on the same
 python -m experiments.studies descent      the actual and the predicted descent of a step
 python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
-python -m experiments.studies one_shot     the perplexity of Gemma 3 270M, 2:4 in one shot
+python -m experiments.studies one_shot     the perplexity of Gemma 3 270M and SmolLM2 135M, 2:4 in one shot
 python -m experiments.studies times        the time of a step of every config of the studies with claims
 python -m experiments.studies recover      what one-shot pruning and sparse fine-tuning cost a pretrained encoder
 """

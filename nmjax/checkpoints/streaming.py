@@ -8,14 +8,11 @@ call goes on at the block where it was.
 
 import hashlib
 import inspect
-import json
 import math
-import mmap
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,12 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nmjax.checkpoints import models, tensors
-from nmjax.checkpoints.drafts import put, unfinished
+from nmjax.checkpoints import models
+from nmjax.checkpoints.copies import base, copied, release, stamps
 from nmjax.checkpoints.families import Family, Kind
 from nmjax.checkpoints.names import Table
 from nmjax.checkpoints.tensors import CheckpointError, Tensors
-from nmjax.checkpoints.torch_files import SUFFIXES
 from nmjax.core import layer_paths
 from nmjax.core.context import Ctx
 from nmjax.nnx.batches import Call
@@ -43,7 +39,6 @@ from nmjax.oneshot.solvers import OF_NORMS, largest, magnitude
 from nmjax.pruners.magnitude import mse
 from nmjax.recipes.table import Recipe
 
-NOTE = ".pruning.json"  # in an unfinished copy: what is done to it
 CHUNK = 1 << 24  # values that are looked at together
 
 
@@ -87,14 +82,14 @@ def prune(
     asked = {"recipe": str(recipe), "solver": _named(solver), "data": _digest(calls), "order": permute}
     asked["family"] = _named(family)
     models.check_target(target, source, overwrite)
-    found, before = models.opened(source), _stamps(source)
+    found, before = models.opened(source), stamps(source)
     _check_finite(source, found)
     make, weights = _reader(source, family)
     given = weights(found)
     model = models.made_of(make, given.views, nnx.Rngs(0), lambda v, dtype: v)
     if not calls:
         chosen = _prunable(source, model, recipe)
-        with _copied(source, target, asked, overwrite, before) as copy:
+        with copied(source, target, asked, overwrite, before) as copy:
             given = weights(copy.tensors)
             for layer, pattern in chosen:
                 _check_in_files(source, layer.kernel_path, given)
@@ -106,7 +101,7 @@ def prune(
     _check_dtype(source, model, given.views)
     steps, moments = Steps(model, recipe, calls, permute=permute), solver not in OF_NORMS
     spare = _spare(steps, moments, memory)
-    with _copied(source, target, asked, overwrite, before) as copy:
+    with copied(source, target, asked, overwrite, before) as copy:
         given = weights(copy.tensors)
         for path, variable in parameters(steps.model):
             if path in given.views:
@@ -183,120 +178,13 @@ def prune_tensors(
             f"{source}: {m} must divide axis {axis} of matrices of floating-point numbers, and these are others: "
             f"{'; '.join(unfit[:5])}. Name fewer tensors."
         )
-    asked, before = {"names": names, "pattern": f"{n}:{m}", "axis": axis}, _stamps(source)
+    asked, before = {"names": names, "pattern": f"{n}:{m}", "axis": axis}, stamps(source)
     models.check_target(target, source, overwrite)
     _check_finite(source, found, chosen)
-    with _copied(source, target, asked, overwrite, before) as copy:
+    with copied(source, target, asked, overwrite, before) as copy:
         for name in chosen:
             _by_magnitude(copy.tensors[name], n, m, axis)
     return chosen
-
-
-# ---- the copy ----
-
-
-@dataclass
-class _Copy:
-    """The unfinished copy of a checkpoint.
-
-    Attributes:
-      folder: Its folder.
-      asked: What is done to it.
-      done: The number of blocks that are pruned.
-      continued: True if an earlier call began it.
-    """
-
-    folder: Path
-    asked: dict[str, Any]
-    done: int
-    continued: bool
-
-    @cached_property
-    def tensors(self) -> Tensors:
-        """Its tensors, which may be changed in place."""
-        return tensors.read(self.folder, writable=True)
-
-    def note(self, done: int) -> None:
-        """Note that so many blocks are pruned, when they are on the disk."""
-        for file, names in self.tensors.files.items():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-            _release(self.tensors, names)
-        self.done, note = done, self.folder / NOTE
-        new = note.with_suffix(".new")
-        with new.open("w") as file:
-            file.write(json.dumps(self.asked | {"done": done}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, note)
-
-
-@contextmanager
-def _copied(
-    source: Any, target: Any, asked: dict[str, Any], overwrite: bool, before: dict[Path, list[int]]
-) -> Iterator[_Copy]:  # fmt: skip
-    """Copy a checkpoint, or open the copy that a killed process left. At the end it is put in the target's place.
-
-    ``before`` is what `_stamps` returned before the checkpoint was looked at.
-    """
-    models.check_target(target, source, overwrite)
-    found, folder = models.opened(source), Path(target)
-    config = [file.read_bytes() for file in Path(source).glob("config.json")]
-    about = [str(Path(source).resolve()), *([file.name, *stamp] for file, stamp in before.items())]
-    asked = asked | {"source": about, "config": hashlib.sha256(b"".join(config)).hexdigest()[:16]}
-    with unfinished(folder) as draft:
-        note = draft / NOTE
-        left: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
-        if not left:  # a call was killed while it copied
-            for one in draft.iterdir():
-                shutil.rmtree(one) if one.is_dir() else one.unlink()
-        done = left.pop("done", 0)
-        if left and left != json.loads(json.dumps(asked)):
-            other = next(name for name in asked if left.get(name) != asked[name])
-            raise CheckpointError(
-                f"{draft}: a call that was stopped began to prune with another {other}. Repeat that call to go on, "
-                "or remove this folder."
-            )
-        copy = _Copy(draft, asked, done, continued=bool(left))
-        try:
-            if not left:
-                _copy(found, draft)
-                copy.note(0)
-            yield copy
-            if _stamps(source) != before:
-                copy.done = 0
-                raise CheckpointError(f"{source}: the files changed while they were read. Nothing was written.")
-            copy.note(copy.done)
-            models.copy_texts(source, draft)
-        except Exception as error:
-            if not copy.done or isinstance(error, ValueError):  # otherwise the same call goes on
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
-        put(draft, folder)
-        (folder / NOTE).unlink()
-
-
-def _copy(found: Tensors, draft: Path) -> None:
-    """Copy the files of a checkpoint into a folder; those of torch as safetensors."""
-    size = sum(path.stat().st_size for path in found.files)
-    free = shutil.disk_usage(draft).free
-    if free < size:
-        raise CheckpointError(
-            f"{draft.parent}: the disk has {free:,} bytes left, and the new checkpoint takes {size:,}."
-        )
-    for path, names in found.files.items():
-        if path.suffix in SUFFIXES:
-            tensors.write(draft / models.file_name(path), {name: found[name] for name in names}, found.texts[path])
-        else:
-            shutil.copyfile(path, draft / path.name)
-    if found.index is not None:
-        shutil.copyfile(next(iter(found.files)).with_name(found.index), draft / found.index)
-
-
-def _stamps(source: Any) -> dict[Path, list[int]]:
-    """Return the size and the time of each file of a checkpoint."""
-    about = {path: path.stat() for path in models.opened(source).files}
-    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in about.items()}
 
 
 def _named(v: Any) -> str:
@@ -418,25 +306,10 @@ def _check_dtype(source: Any, model: Any, given: Mapping[str, np.ndarray]) -> No
 
 def _check_in_files(source: Any, path: str, given: _Weights) -> None:
     """Refuse a parameter that neither lies in the file as it is nor is several tensors."""
-    if path not in given.several and isinstance(_base(given.views[path]), np.ndarray):
+    if path not in given.several and isinstance(base(given.views[path]), np.ndarray):
         raise CheckpointError(
             f"{source}: {path} is several tensors of the file, which cannot be pruned in place. Use nm.nnx.prune."
         )
-
-
-def _base(v: Any) -> Any:
-    """Return what holds the values of an array: the map of a file, or an array."""
-    while isinstance(v, np.ndarray) and v.base is not None:
-        v = v.base
-    return v
-
-
-def _release(held: Tensors, names: Sequence[str]) -> None:
-    """Let the memory of a file's pages go. The system keeps the pages as long as nobody needs it."""
-    readable = [name for name in names if not isinstance(held.dtype(name), str)]
-    mapped = _base(held[readable[0]]) if readable else None
-    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _floating(dtype: Any) -> bool:
@@ -455,7 +328,7 @@ def _check_finite(source: Any, held: Tensors, chosen: Collection[str] | None = N
                         f"{source}: the weight {name} has NaN or infinity, so the model is damaged. `nmjax verify` "
                         "lists all such tensors."
                     )
-        _release(held, names)
+        release(held, names)
 
 
 def _by_magnitude(v: np.ndarray, n: int, m: int, axis: int) -> None:

@@ -106,8 +106,10 @@ def calibrated(
     for call in track(calls, "Calibrating", disable=not progress):
         arrays, others = call.split()
         for path, parts in measured(graph, paths, others, taps, rest, arrays).items():
-            parts = [np.asarray(part, np.float64) for part in parts]
-            sums[path] = [a + b for a, b in zip(sums[path], parts, strict=True)] if path in sums else parts
+            if path not in sums:
+                sums[path] = [np.zeros(part.shape, np.float64) for part in parts]
+            for total, part in zip(sums[path], parts, strict=True):
+                np.add(total, np.asarray(part), out=total)
     unseen = [path or "the model" for path, (_, tokens) in sums.items() if not tokens.any()]
     if unseen:
         raise ValueError(

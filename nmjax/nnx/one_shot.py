@@ -361,8 +361,11 @@ def _solve(
             result = solver(w, moments[index], pattern.n, pattern.m)
         except ValueError as error:
             raise ValueError(f"{name or 'the model'}: {error}") from error
-        pruned[index] = np.where(allowed[index], result.weight, 0)
-        errors[name] = relative_error(w, pruned[index], moments[index]), result.magnitude_error
+        pruned[index], error = result.weight, result.error
+        if not allowed[index].all():
+            pruned[index] = np.where(allowed[index], result.weight, 0)
+            error = relative_error(w, pruned[index], moments[index])
+        errors[name] = error, result.magnitude_error
     made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(places)), weight.dtype)
     hard = parameter.apply(lambda w, made: made.astype(w.dtype), weight, made, back=True)
     return back(layer, hard).astype(layer.kernel.dtype), errors

@@ -6,6 +6,7 @@ They compute in float64 with NumPy, on the host.
 from typing import NamedTuple
 
 import numpy as np
+from scipy.linalg import lapack
 
 from nmjax.pruners.input_norms import LEAST
 
@@ -111,9 +112,8 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
     if moments.ndim == 1:
         raise ValueError(f"moments are all second moments, [inputs, inputs], got {moments.shape}.")
     inputs = len(w)
-    damped = _damped(moments, damping)
     # Row i is the first row of inv(damped[i:, i:]), divided by the root of its first entry.
-    upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+    upper = _root_of_inverse(_damped(moments, damping))
     rest, weight, mask = w.copy(), np.zeros_like(w), np.zeros(w.shape, bool)
     block = max(1, BLOCK // m) * m
     for begin in range(0, inputs, block):
@@ -201,7 +201,12 @@ def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.nda
 def largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
     """Return the mask of the n largest of every m along the first axis. Of equal scores the first is kept."""
     groups = scores.reshape(-1, m, scores.shape[1])
-    rank = np.argsort(np.argsort(-groups, axis=1, kind="stable"), axis=1, kind="stable")
+    rank = np.zeros(groups.shape, np.int32)
+    for i in range(1, m):  # a comparison of each pair, which is faster than sorting
+        for j in range(i):
+            ahead = groups[:, j] >= groups[:, i]
+            rank[:, i] += ahead
+            rank[:, j] += ~ahead
     return (rank < n).reshape(scores.shape)
 
 
@@ -214,14 +219,29 @@ def _norms(moments: np.ndarray) -> np.ndarray:
 def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
     """Return second moments that have an inverse. Those of inputs that are always zero are the smallest."""
     diagonal = np.diag(moments)
-    mean = diagonal.mean() or 1.0
-    return moments + np.diag(np.where(diagonal == 0, 1e-6, damping) * mean)
+    mean, damped = diagonal.mean() or 1.0, moments.copy()
+    np.fill_diagonal(damped, diagonal + np.where(diagonal == 0, 1e-6, damping) * mean)
+    return damped
+
+
+def _root_of_inverse(a: np.ndarray) -> np.ndarray:
+    """Return the upper triangular U of U'U = inv(a), for a symmetric a, in whose place it is computed."""
+    root, singular = lapack.dpotrf(a.T, overwrite_a=True)  # Fortran's order is that of the transpose
+    inverse, _ = lapack.dpotri(root, overwrite_c=True)
+    root, indefinite = lapack.dpotrf(inverse, overwrite_a=True)
+    if singular or indefinite:
+        raise ValueError("the second moments are not positive definite. Write a larger damping.")
+    return root
 
 
 def relative_error(w: np.ndarray, pruned: np.ndarray, moments: np.ndarray) -> float:
     """Return ||XW - XP||^2 / ||XW||^2 of a weight and a pruned weight, for inputs with these second moments."""
-    times = lambda v: moments[:, None] * v if moments.ndim == 1 else moments @ v
-    return float(np.vdot(w - pruned, times(w - pruned)) / (np.vdot(w, times(w)) or 1.0))
+    return _energy(w - pruned, moments) / (_energy(w, moments) or 1.0)
+
+
+def _energy(w: np.ndarray, moments: np.ndarray) -> float:
+    """Return ||XW||^2."""
+    return float(np.vdot(w, moments[:, None] * w if moments.ndim == 1 else moments @ w))
 
 
 def _solved(
@@ -238,4 +258,5 @@ def _solved(
     w = kept if w is None else w
     weight = np.where(mask, kept, 0)
     by_magnitude = np.where(largest(np.abs(w), n, m), w, 0)
-    return Solved(weight, mask, relative_error(w, weight, moments), relative_error(w, by_magnitude, moments))
+    whole = _energy(w, moments) or 1.0
+    return Solved(weight, mask, _energy(w - weight, moments) / whole, _energy(w - by_magnitude, moments) / whole)

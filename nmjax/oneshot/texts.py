@@ -27,8 +27,8 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
       count: The greatest number of texts. The file is not read beyond them.
 
     Raises:
-      ValueError: A line is not such an object, or is too long; or the file has no texts, is damaged, is not in UTF-8,
-        or has more characters before the last of these texts than memory may hold.
+      ValueError: A line is not such an object, or is too long; or the file is a folder, has no texts, is damaged, is
+        not in UTF-8, or has more characters before the last of these texts than memory may hold.
       OSError: The file cannot be opened.
 
     Warns:
@@ -39,6 +39,8 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
     jsonl = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".jsonl")
     texts: list[tuple[str, str | None]] = []
     labels: list[str] = []
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Give a file of texts.")
     path.open("rb").close()
     try:
         with opened(path, "rt", encoding="utf-8-sig") as file:

@@ -14,7 +14,7 @@ import pytest
 
 import nmjax as nm
 from nmjax import checkpoints
-from nmjax.checkpoints import streaming
+from nmjax.checkpoints import copies, streaming
 from nmjax.checkpoints.tensors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -151,11 +151,11 @@ def test_a_file_that_rounds_is_what_the_next_block_sees(tmp_path):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from nmjax.checkpoints import streaming
+from nmjax.checkpoints import copies, streaming
 from tests.checkpoints import streaming_test as test
 from nmjax import checkpoints
 import nmjax as nm
-moment, note, solve = int(sys.argv[1]), streaming._Copy.note, streaming.Steps.solve
+moment, note, solve = int(sys.argv[1]), copies.Copy.note, streaming.Steps.solve
 count = 0
 def tick():
     global count
@@ -174,7 +174,7 @@ def solved(steps, *args):
 class Items:
     def __init__(self, found): self.found = found
     def items(self): return self.found
-streaming._Copy.note = noted
+copies.Copy.note = noted
 streaming.Steps.solve = lambda *args: Items(solved(*args))
 checkpoints.prune({source!r}, {target!r}, test.RECIPE, test.tokens(), nm.oneshot.sparsegpt, permute=True)
 """
@@ -276,7 +276,7 @@ def test_outputs_that_do_not_fit_are_on_the_disk_and_change_nothing(tmp_path, mo
 
 def test_weights_and_memory_are_looked_at_before_the_copy(tmp_path, monkeypatch):
     """NaN, a block that does not fit, and sizes that do not divide: no file is copied, and none is left."""
-    monkeypatch.setattr(streaming, "_copy", lambda *args: pytest.fail("it copies"))
+    monkeypatch.setattr(copies, "_copy", lambda *args: pytest.fail("it copies"))
     source = llama(tmp_path / "dense", depth=1)
     seven = nm.Recipe((("blocks/.*", "ste(2,7)"), (".*", "dense")))
     for recipe, batches, solver, memory, said in (
@@ -304,8 +304,8 @@ def test_weights_and_memory_are_looked_at_before_the_copy(tmp_path, monkeypatch)
 def test_a_disk_that_is_too_small_is_told_before_the_copy(tmp_path, monkeypatch):
     source = llama(tmp_path / "dense", depth=1)
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    usage = streaming.shutil.disk_usage
-    monkeypatch.setattr(streaming.shutil, "disk_usage", lambda path: usage(path)._replace(free=size - 1))
+    usage = copies.shutil.disk_usage
+    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage(path)._replace(free=size - 1))
     with pytest.raises(CheckpointError, match=f"has {size - 1:,} bytes left, and the new checkpoint takes {size:,}"):
         checkpoints.prune(source, tmp_path / "sparse", RECIPE)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
