@@ -41,7 +41,8 @@ def load(
 ) -> Any:  # fmt: skip
     """Return the model of a checkpoint in the layout of Hugging Face's transformers, or of timm.
 
-    The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ViT`, `GPT` or `Decoder`.
+    The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ModernBERT`, `ViT`, `GPT` or
+    `Decoder`.
 
     Args:
       path: A folder with ``config.json``, and a safetensors file or the index of several; or the file. A file of torch
