@@ -1,5 +1,7 @@
 """BERT, a text encoder with a head for classification."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,6 +47,9 @@ class BERT(Transformer):
     >>> jax.eval_shape(model, tokens, tokens > 0).shape
     (2, 2)
     """
+
+    types: nnx.Embed | None
+    norm: Any
 
     def __init__(
         self,

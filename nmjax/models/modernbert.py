@@ -98,7 +98,8 @@ class ModernBERT(BERT):
         self.pooler = nnx.Linear(width, outputs, use_bias=False, kernel_init=INIT, dtype=dtype, rngs=rngs)
         self.pooler_norm = RMSNorm(outputs, epsilon, centred=True)
         self.head = linear(outputs, classes, dtype=jnp.float32, rngs=rngs)
-        self.types, self.rotaries, self.local, self.features = None, (rotary, local_rotary), local, features
+        self.types = None
+        self.rotaries, self.local, self.features = (rotary, local_rotary), local, features
         self.length, self.pooling, self.pool = length, pooling, pool
         self._take(depth, dtype, remat, lean, dropout)
 
