@@ -119,8 +119,11 @@ class BERT(Transformer):
         key: jax.Array | None = None,
         mask: Bool[Array, "batch time"] | None = None,
     ) -> Float[Array, "batch classes"]:
-        """Return the logits of the classes from the last hidden state. A pooler of the first token needs no mask."""
-        return self.head(dropped(self.pooling(self.pooler(x[:, 0])), self.dropout, key))
+        """Return the logits of the classes from the last hidden state. A mean of the tokens needs the mask."""
+        return self.head(dropped(self._pooled(x, mask), self.dropout, key))
+
+    def _pooled(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return self.pooling(self.pooler(x[:, 0]))
 
     def _states(
         self, tokens: jax.Array, mask: jax.Array | None = None, types: jax.Array | None = None,

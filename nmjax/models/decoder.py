@@ -84,7 +84,7 @@ def rotated(x: Float[Array, "batch time heads features"], tables: tuple[jax.Arra
 class RMSNorm(nnx.Module):
     """Division by the root mean square, then multiplication by a scale. It computes in float32.
 
-    If the mean is subtracted first, it is a layer norm without a bias.
+    With ``centred`` the mean is subtracted first: a layer norm without a bias, as in ModernBERT.
 
     >>> norm = RMSNorm(2, 0.0, offset=0.0)
     >>> print(norm(jnp.array([[3.0, 4.0]])))
@@ -92,14 +92,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, epsilon: float, *, offset: float = 0.0, centred: bool = False) -> None:
-        """Make the norm.
-
-        Args:
-          width: The number of features.
-          epsilon: It is added to the mean square.
-          offset: It is added to the scale: Gemma's scales have an offset of 1.
-          centred: True to subtract the mean first, as in ModernBERT.
-        """
+        """Make the norm. ``offset`` is added to the scale: Gemma's scales have an offset of 1."""
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32))
         self.epsilon, self.offset, self.centred = epsilon, offset, centred
 

@@ -1,18 +1,15 @@
 """ModernBERT, a text encoder with rotary positions, local blocks and gated perceptrons."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
 
 from nmjax.kernels.activations import exact_gelu
 from nmjax.models.bert import BERT
 from nmjax.models.decoder import Block, RMSNorm, Rotary, Shape, check_sizes
-from nmjax.models.transformer import INIT, Activation, check_tokens, dropped, found, linear, repeat, through
+from nmjax.models.transformer import INIT, Activation, check_tokens, found, linear, repeat, through
 
 SIZES = {
     "base": {"width": 768, "depth": 22, "heads": 12, "hidden": 1152},
@@ -51,7 +48,7 @@ class ModernBERT(BERT):
         pooled: bool = True,
         pooling: Activation = exact_gelu,
         pool: str = "cls",
-        activation: Callable[[jax.Array], jax.Array] = exact_gelu,
+        activation: Activation = exact_gelu,
         epsilon: float = 1e-5,
         rotary: Rotary = Rotary(160_000.0),
         local_rotary: Rotary = Rotary(),
@@ -103,20 +100,11 @@ class ModernBERT(BERT):
         self.length, self.pooling, self.pool = length, pooling, pool
         self._take(depth, dtype, remat, lean, dropout)
 
-    def logits(
-        self,
-        x: Float[Array, "batch time width"],
-        key: jax.Array | None = None,
-        mask: Bool[Array, "batch time"] | None = None,
-    ) -> Float[Array, "batch classes"]:
-        """Return the logits of the classes from the last hidden state. The mask is needed for the mean of tokens."""
+    def _pooled(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         x = self.norm(x)
-        if self.pool == "mean":
-            weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(bool).astype(x.dtype)
-            x = (x * weight[..., None]).sum(1) / jnp.maximum(weight.sum(1, keepdims=True), 1)
-        else:
-            x = x[:, 0]
-        return self.head(dropped(self.pooler_norm(self.pooling(self.pooler(x))), self.dropout, key))
+        weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(bool).astype(x.dtype)
+        mean = lambda: (x * weight[..., None]).sum(1) / jnp.maximum(weight.sum(1, keepdims=True), 1)
+        return self.pooler_norm(self.pooling(self.pooler(mean() if self.pool == "mean" else x[:, 0])))
 
     def _states(
         self, tokens: jax.Array, mask: jax.Array | None = None, types: jax.Array | None = None,
