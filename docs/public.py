@@ -79,7 +79,7 @@ ORDER = {
         "Devices": "on target Target",
         "Tiles": "HopperConfig BlackwellConfig AmpereConfig",
     },
-    "nmjax.models": {"Models": "ViT GPT MoE BERT Decoder ResNet", "Parts and text": "generate Rotary"},
+    "nmjax.models": {"Models": "ViT GPT MoE BERT ModernBERT Decoder ResNet", "Parts and text": "generate Rotary"},
 }
 
 

@@ -496,7 +496,8 @@ class _Encoder(nnx.Module):
     def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array | None = None) -> jax.Array:
         if self.has_head:
             return self.model(tokens, mask != 0, types)
-        return self.model.hidden(tokens, mask != 0, types)[-1]
+        x = self.model.hidden(tokens, mask != 0, types)[-1]
+        return self.model.norm(x) if isinstance(self.model, models.ModernBERT) else x
 
 
 class _Tokens(nnx.Module):

@@ -1,4 +1,4 @@
-"""Hidden states and dropout of the models, and the decoder's options, against code by hand."""
+"""Hidden states and dropout of the models, and the options of decoders and ModernBERT, against code by hand."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from nmjax.models import BERT, GPT, Decoder, Rotary, ViT
+from nmjax.models import BERT, GPT, Decoder, ModernBERT, Rotary, ViT
 from nmjax.models.decoder import RMSNorm, rotated
 from nmjax.models.transformer import Block, Dropout, dropped
 
@@ -24,8 +24,12 @@ MAKE = {
     "gpt": lambda **k: GPT(**SMALL | k, vocabulary=16, length=8, rngs=nnx.Rngs(0)),
     "bert": lambda **k: BERT(**SMALL | k, vocabulary=16, length=8, classes=4, rngs=nnx.Rngs(0)),
     "decoder": lambda **k: Decoder(**SMALL | {"kv_heads": 1} | k, vocabulary=16, length=8, rngs=nnx.Rngs(0)),
+    "modernbert": lambda **k: ModernBERT(
+        **SMALL | {"window": 3} | k, vocabulary=16, length=8, classes=4, rngs=nnx.Rngs(0)
+    ),
 }
-INPUT = {"vit": (IMAGES,), "gpt": (TOKENS,), "bert": (TOKENS, MASK), "decoder": (TOKENS, MASK)}
+INPUT = {"vit": (IMAGES,), "gpt": (TOKENS,), **dict.fromkeys(("bert", "decoder", "modernbert"), (TOKENS, MASK))}
+DROPS = ["vit", "gpt", "bert", "modernbert"]
 GEMMA = {
     "local": (True, True, False), "window": 3, "norm_heads": True, "norm_outputs": True, "norm_offset": 1.0,
     "embedding_scale": 4.0, "local_rotary": Rotary(100.0), "features": 6, "kv_heads": 2, "activation": jax.nn.gelu,
@@ -44,6 +48,9 @@ def head(name, model, x):
     """Return what a call makes of the output of the last block."""
     if name == "bert":
         return model.head(jnp.tanh(model.pooler(x[:, 0])))
+    if name == "modernbert":
+        x = jax.nn.gelu(model.norm(x)[:, 0] @ model.pooler.kernel[...], approximate=False)
+        return model.head((x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5))
     x = model.norm(x)
     return model.head(x[:, 0]) if name == "vit" else x @ model.tokens.embedding[...].T
 
@@ -64,7 +71,7 @@ def test_hidden_states_are_the_embedding_and_the_output_of_each_block(name, rema
     for part in ("tokens", "positions", "types", "norm", "patches", "cls"):
         if isinstance(getattr(one, part, None), nnx.Param):
             getattr(one, part)[...] = getattr(model, part)[...]
-        elif hasattr(one, part):
+        elif getattr(one, part, None) is not None:
             nnx.update(getattr(one, part), nnx.state(getattr(model, part)))
     np.testing.assert_allclose(one.hidden(*inputs), states[:2], rtol=1e-4, atol=1e-5)
 
@@ -98,7 +105,7 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit", "gpt", "bert"])
+@pytest.mark.parametrize("name", DROPS)
 def test_dropout_needs_a_key_and_a_rate(name):
     model, inputs = louder(MAKE[name](dropout=0.2)), INPUT[name]
     calm = louder(MAKE[name]())
@@ -113,7 +120,7 @@ def test_dropout_needs_a_key_and_a_rate(name):
 @pytest.mark.parametrize("rate", [1.0, -0.1, 1.5, float("nan")])
 def test_a_rate_of_dropout_is_from_0_to_less_than_1(rate):
     """With a rate of 1, gradients would be NaN."""
-    for make in (*(MAKE[name] for name in ("vit", "gpt", "bert")), functools.partial(MAKE["gpt"], scan=True)):
+    for make in (*(MAKE[name] for name in DROPS), functools.partial(MAKE["gpt"], scan=True)):
         with pytest.raises(ValueError, match=f"dropout is a rate from 0 to less than 1, got {rate}"):
             make(dropout=rate)
     for where in Dropout._fields:
@@ -124,7 +131,7 @@ def test_a_rate_of_dropout_is_from_0_to_less_than_1(rate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit", "gpt", "bert"])
+@pytest.mark.parametrize("name", DROPS)
 def test_dropout_of_a_scan_and_under_remat(name):
     """A block's draws are those of its number, also when the backward pass computes it again."""
     loss = lambda model: jnp.square(model(*INPUT[name], key=jax.random.key(3))).mean()
@@ -280,3 +287,50 @@ def test_logits_of_a_head_of_its_own_are_not_rounded():
     for model in (MAKE["decoder"](tied=False, dtype=jnp.bfloat16), tied):
         grads = nnx.grad(lambda model: jnp.square(model(TOKENS)).mean())(model)
         assert all(jnp.isfinite(v).all() for v in jax.tree.leaves(grads))
+
+
+# ---- ModernBERT ----
+
+
+def test_a_centred_norm_is_a_layer_norm_without_a_bias():
+    x, norm = 3 + jax.random.normal(jax.random.key(0), (5, 8)), RMSNorm(8, 1e-2, centred=True)
+    right = nnx.LayerNorm(8, epsilon=1e-2, use_bias=False, use_fast_variance=False, rngs=nnx.Rngs(0))
+    right.scale[...] = norm.scale[...] = jnp.arange(8.0)
+    np.testing.assert_allclose(norm(x), right(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_block_of_a_modernbert_sees_both_sides():
+    """A local one sees two positions to each side, if its window is three; another one sees all."""
+    other = TOKENS.at[:, 3].set((TOKENS[:, 3] + 1) % 16)
+    for local, seen in ((True, jnp.abs(jnp.arange(8) - 3) < 3), (False, jnp.ones(8, bool))):
+        model = louder(MAKE["modernbert"](depth=1, local=(local,)))
+        changes = jnp.abs(model.hidden(TOKENS)[-1] - model.hidden(other)[-1]).max(-1)
+        np.testing.assert_array_equal(changes > 1e-5, jnp.broadcast_to(seen, (4, 8)))
+        np.testing.assert_array_equal(jnp.where(seen, 0, changes), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_padding_does_not_matter_to_a_modernbert(pool):
+    model, mask = louder(MAKE["modernbert"](pool=pool)), jnp.broadcast_to(jnp.arange(8) < 6, (4, 8))
+    y = model(TOKENS, mask)
+    np.testing.assert_allclose(y, model(TOKENS[:, :6]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, model(TOKENS.at[:, 6:].set(1), mask), rtol=1e-4, atol=1e-5)
+    states = model.hidden(TOKENS, mask)
+    np.testing.assert_array_equal(model.logits(states[-1], None, mask), y)
+    assert (jnp.abs(model.logits(states[-1]) - y).max() > 1e-3) == (pool == "mean")
+    np.testing.assert_allclose(model.logits(states[-1][:, :6]), y, rtol=1e-4, atol=1e-5)
+    assert jnp.isfinite(model(TOKENS, jnp.zeros((4, 8), bool))).all()
+
+
+def test_a_modernbert_is_local_in_two_of_three_blocks():
+    assert MAKE["modernbert"](depth=7).local == (False, True, True, False, True, True, False)
+    for options, said in (
+        ({"pool": "max"}, "pool is 'cls' or 'mean', got 'max'"),
+        ({"heads": 3}, "heads must divide width, got heads=3 and width=16"),
+        ({"window": 0}, "window must be at least 1; .* and window=0"),
+        ({"local": (True,)}, r"got local=\(True,\) for depth=3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            MAKE["modernbert"](**options)

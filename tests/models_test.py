@@ -11,7 +11,20 @@ from flax import nnx
 from jax import lax
 
 import nmjax as nm
-from nmjax.models import BERT, GPT, ResNet, ViT, bert, generate, gpt, resnet, transformer, vit
+from nmjax.models import (
+    BERT,
+    GPT,
+    ModernBERT,
+    ResNet,
+    ViT,
+    bert,
+    generate,
+    gpt,
+    modernbert,
+    resnet,
+    transformer,
+    vit,
+)
 from nmjax.models.resnet import Block as Residual
 from nmjax.models.transformer import Attention, Block
 
@@ -24,9 +37,10 @@ MAKE = {
     "vit": lambda seed=0, **k: ViT(**SMALL | {"pool": "mean"} | k, image=8, patch=4, classes=4, rngs=nnx.Rngs(seed)),
     "gpt": lambda seed=0, **k: GPT(**SMALL | k, vocabulary=16, length=8, rngs=nnx.Rngs(seed)),
     "bert": lambda seed=0, **k: BERT(**SMALL | k, vocabulary=16, length=8, classes=4, rngs=nnx.Rngs(seed)),
+    "modernbert": lambda **k: ModernBERT(**SMALL | k, vocabulary=16, length=8, classes=4, rngs=nnx.Rngs(0)),
     "resnet": lambda seed=0, **k: ResNet(**resnet.SIZES["tiny"], stem="cifar", classes=4, rngs=nnx.Rngs(seed), **k),
 }
-INPUT = {"vit": IMAGES, "gpt": TOKENS, "bert": TOKENS, "resnet": IMAGES}
+INPUT = {"vit": IMAGES, "gpt": TOKENS, "bert": TOKENS, "modernbert": TOKENS, "resnet": IMAGES}
 
 
 def size(make):
@@ -68,6 +82,8 @@ PUBLISHED = {
     ("gpt", "xl"): 1_557_611_200,
     ("bert", "base"): 109_482_240,
     ("bert", "large"): 335_141_888,
+    ("modernbert", "base"): 149_014_272,
+    ("modernbert", "large"): 394_781_696,
     ("resnet", "18"): 11_689_512,
     ("resnet", "50"): 25_557_032,
 }
@@ -79,8 +95,12 @@ def test_parameters_are_as_many_as_published(name, which):
         "vit": lambda: ViT(**vit.SIZES[which], image=224, patch=16, classes=1000, scan=True, rngs=nnx.Rngs(0)),
         "gpt": lambda: GPT(**gpt.SIZES[which], vocabulary=50257, length=1024, scan=True, rngs=nnx.Rngs(0)),
         "bert": lambda: BERT(**bert.SIZES[which], vocabulary=30522, length=512, classes=0, scan=True, rngs=nnx.Rngs(0)),
+        "modernbert": lambda: ModernBERT(
+            **modernbert.SIZES[which], vocabulary=50368, length=8192, classes=0, pooled=False, scan=True,
+            rngs=nnx.Rngs(0),
+        ),
         "resnet": lambda: ResNet(**resnet.SIZES[which], classes=1000, rngs=nnx.Rngs(0)),
-    }[name]
+    }[name]  # fmt: skip
     assert size(model) == PUBLISHED[name, which]
 
 

@@ -189,7 +189,7 @@ class Classify(_Finetune):
         if not hidden:
             return None, model(*inputs, **({} if key is None else {"key": key}))
         states = model.hidden(*inputs, key=keys[0])
-        return states, model.logits(states[-1], keys[1])
+        return states, model.logits(states[-1], keys[1], batch["mask"])
 
     def evaluation(self, split, mesh):
         """Yield batches of tokens and labels. Fillers have label -1."""

@@ -14,7 +14,7 @@ from nmjax.checkpoints.names import Rename, Table
 from nmjax.checkpoints.quantized import kind_of
 from nmjax.checkpoints.tensors import CheckpointError
 from nmjax.kernels.activations import exact_gelu
-from nmjax.models import BERT, GPT, Decoder, Rotary, ViT
+from nmjax.models import BERT, GPT, Decoder, ModernBERT, Rotary, ViT
 
 Config = Mapping[str, Any]
 
@@ -242,6 +242,44 @@ def _distilbert(config: Config, names: Collection[str]) -> Family:
         "classes": _classes(config) if "classifier.weight" in names else 0,
     }  # fmt: skip
     return Family(BERT, options, Table(renames, (r"vocab_.*",)), _head("classifier", "pre_classifier"))
+
+
+def _modernbert(config: Config, names: Collection[str]) -> Family:
+    known, about = tuple(ACTIVATIONS), config.get("rope_parameters") or {}
+    _refuse(
+        config, attention_bias=False, mlp_bias=False, norm_bias=False, classifier_bias=False, hidden_activation=known,
+        classifier_activation=known, classifier_pooling=("cls", "mean"), rope_scaling=(),
+    )  # fmt: skip
+    p = _prefix(names, "model.", "embeddings.tok_embeddings.weight")
+    options: dict[str, Any] = _wholes(config, TEXT | SIZES)
+    depth, number = options["depth"], lambda name, usual: _number(f"has {name}", config.get(name, usual), whole=True)
+    block: dict[Any, str] = {
+        tuple(f"attention/{one}" for one in QKV): "attn.Wqkv", "attention/out": "attn.Wo", "norm2": "mlp_norm",
+        ("mlp/gate", "mlp/up"): "mlp.Wi", "mlp/down": "mlp.Wo",
+    }  # fmt: skip
+    others = {f"blocks/{i}/norm1": f"layers.{i}.attn_norm" for i in range(1, min(depth, len(names)))} | {
+        "tokens": "embeddings.tok_embeddings", "blocks/0/norm1": "embeddings.norm", "norm": "final_norm",
+    }  # fmt: skip
+    renames = _layers(others, p, bias=False) + _layers(block, p + "layers.{n}.", "blocks/{n}/", bias=False)
+    renames += _layers({"pooler": "head.dense", "pooler_norm": "head.norm"}, bias=False)
+    # A head of tokens, of questions or of choices has the names of a head of texts, and is another function.
+    other = re.search("TokenClass|Question|Choice", "".join(config.get("architectures") or ())) is not None
+    pooled = "head.dense.weight" in names and not other
+    rotary = lambda which, theta, kind: _rotary(
+        {"rope_theta": config.get(f"{which}_rope_theta", theta)} | (about.get(f"{kind}_attention") or {})
+    )
+    options |= {
+        "rotary": rotary("global", 1.6e5, "full"), "local_rotary": rotary("local", 1e4, "sliding"), "pooled": pooled,
+        "local": _local(config, depth, number("global_attn_every_n_layers", 3), 0),
+        "window": number("local_attention", 128) // 2 + 1, "epsilon": config.get("norm_eps", 1e-5),
+        "activation": ACTIVATIONS[config.get("hidden_activation", "gelu")],
+        "pooling": ACTIVATIONS[config.get("classifier_activation", "gelu")],
+        "pool": config.get("classifier_pooling", "cls"),
+        "classes": _classes(config) if "classifier.weight" in names and not other else 0,
+    }  # fmt: skip
+    head = (*_head("classifier"), *(() if pooled else ("head.dense.weight", "head.norm.weight")))
+    kept = (r"decoder\..*", *((r"head\..*", r"classifier\..*") if other else ()))
+    return Family(ModernBERT, options, Table(renames + _layers({"head": "classifier"}), kept), head)
 
 
 def _vit(config: Config, names: Collection[str]) -> Family:
@@ -486,15 +524,20 @@ def _mixture(config: Config, names: Collection[str], p: str) -> tuple[dict[str, 
 
 def _windows(config: Config, depth: int) -> dict[str, Any]:
     """Return which blocks of a Gemma 3 see only a window, and its length."""
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    local = _local(config, depth, every, every - 1)
+    return {"local": local, **(_wholes(config, {"window": "sliding_window"}) if any(local) else {"window": None})}
+
+
+def _local(config: Config, depth: int, every: int, whole: int) -> tuple[bool, ...]:
+    """Return for each block if it is local. Without layer_types, the one of this number in every so many is not."""
     types = config.get("layer_types")
     if not types:
-        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-        types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(depth)]
+        return tuple(i % every != whole for i in range(depth))
     unknown = [t for t in types if t not in ("sliding_attention", "full_attention")]
     if unknown:
         raise CheckpointError(f"config.json has layer_types with {unknown[0]!r}, which nmjax does not support.")
-    local = tuple(t == "sliding_attention" for t in types)
-    return {"local": local, **(_wholes(config, {"window": "sliding_window"}) if any(local) else {"window": None})}
+    return tuple(t == "sliding_attention" for t in types)
 
 
 def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
@@ -529,6 +572,7 @@ FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {
     "roberta": _bert,
     "xlm-roberta": _bert,
     "distilbert": _distilbert,
+    "modernbert": _modernbert,
     "vit": _vit,
     "dinov2": _vit,
     "clip_text_model": _clip_text,

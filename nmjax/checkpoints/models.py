@@ -41,7 +41,8 @@ def load(
 ) -> Any:  # fmt: skip
     """Return the model of a checkpoint in the layout of Hugging Face's transformers, or of timm.
 
-    The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ViT`, `GPT` or `Decoder`.
+    The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ModernBERT`, `ViT`, `GPT` or
+    `Decoder`.
 
     Args:
       path: A folder with ``config.json``, and a safetensors file or the index of several; or the file. A file of torch
@@ -274,8 +275,9 @@ def quantize(
         made[name] = Tensor(shape, np.dtype(KINDS[kind][0]), part(name, 0))
         made[f"{name}_scale"] = Tensor((shape[0], 1), np.dtype(np.float32), part(name, 1))
     others = [one for one in found if one.endswith(".weight") and one not in chosen and len(found.shape(one)) == 2]
-    tied = [] if "lm_head.weight" in chosen else [r"re:.*(lm_head|predictions).*"]  # also of heads without a tensor
-    ignored = dict.fromkeys([*(one.removesuffix(".weight") for one in others), *tied])
+    head = r"re:.*(lm_head|predictions).*|decoder$"  # it may have no tensor; that of a ModernBERT is "decoder"
+    ignored = dict.fromkeys(one.removesuffix(".weight") for one in others)
+    ignored |= {} if "lm_head.weight" in chosen else {head: None}
     config |= {"quantization_config": described(kind, list(ignored))}
     _write(folder, source, found, made, {"config.json": config})
     return chosen

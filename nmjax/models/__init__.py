@@ -16,10 +16,19 @@ block again, which saves memory. `MoE` has neither option.
 >>> model = nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", "ste(2,4)"),)))
 """
 
-from nmjax.models import bert as bert, decoder as decoder, gpt as gpt, moe as moe, resnet as resnet, vit as vit
+from nmjax.models import (
+    bert as bert,
+    decoder as decoder,
+    gpt as gpt,
+    modernbert as modernbert,
+    moe as moe,
+    resnet as resnet,
+    vit as vit,
+)
 from nmjax.models.bert import BERT as BERT
 from nmjax.models.decoder import Decoder as Decoder, Rotary as Rotary
 from nmjax.models.gpt import GPT as GPT, generate as generate
+from nmjax.models.modernbert import ModernBERT as ModernBERT
 from nmjax.models.moe import MoE as MoE
 from nmjax.models.resnet import ResNet as ResNet
 from nmjax.models.vit import ViT as ViT

@@ -1,5 +1,7 @@
 """BERT, a text encoder with a head for classification."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +15,7 @@ from nmjax.models.transformer import (
     Block,
     Dropout,
     Transformer,
+    check_tokens,
     dropped,
     embedded,
     found,
@@ -44,6 +47,9 @@ class BERT(Transformer):
     >>> jax.eval_shape(model, tokens, tokens > 0).shape
     (2, 2)
     """
+
+    types: nnx.Embed | None
+    norm: Any
 
     def __init__(
         self,
@@ -105,22 +111,26 @@ class BERT(Transformer):
         does not use it. Padding is at the end of texts.
         """
         keys = keys_of(key, 2)
-        return self.logits(self._states(tokens, mask, types, keys[0]), keys[1])
+        return self.logits(self._states(tokens, mask, types, keys[0]), keys[1], mask)
 
     def logits(
-        self, x: Float[Array, "batch time width"], key: jax.Array | None = None
+        self,
+        x: Float[Array, "batch time width"],
+        key: jax.Array | None = None,
+        mask: Bool[Array, "batch time"] | None = None,
     ) -> Float[Array, "batch classes"]:
-        """Return the logits of the classes from the last hidden state."""
-        return self.head(dropped(self.pooling(self.pooler(x[:, 0])), self.dropout, key))
+        """Return the logits of the classes from the last hidden state. A mean of the tokens needs the mask."""
+        return self.head(dropped(self._pooled(x, mask), self.dropout, key))
+
+    def _pooled(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return self.pooling(self.pooler(x[:, 0]))
 
     def _states(
         self, tokens: jax.Array, mask: jax.Array | None = None, types: jax.Array | None = None,
         key: jax.Array | None = None, every: bool = False,
     ) -> jax.Array:  # fmt: skip
+        check_tokens(tokens, self.length, mask=mask, types=types)
         x = embedded(self, tokens, self.first)
-        for name, value in (("mask", mask), ("types", types)):
-            if value is not None and value.shape != tokens.shape:
-                raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {value.shape}.")
         if self.types is not None:
             x = x + found(self.types, jnp.zeros_like(tokens) if types is None else types)
         return self._through(self.norm(x).astype(self.dtype), None if mask is None else mask.astype(bool), key, every)

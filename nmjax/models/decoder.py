@@ -17,8 +17,11 @@ from nmjax.models.transformer import (
     INIT,
     Scores,
     Transformer,
+    check_rate,
     check_tokens,
+    dropped,
     found,
+    keys_of,
     repeat,
     through,
     unembedded,
@@ -81,25 +84,28 @@ def rotated(x: Float[Array, "batch time heads features"], tables: tuple[jax.Arra
 class RMSNorm(nnx.Module):
     """Division by the root mean square, then multiplication by a scale. It computes in float32.
 
+    With ``centred`` the mean is subtracted first: a layer norm without a bias, as in ModernBERT.
+
     >>> norm = RMSNorm(2, 0.0, offset=0.0)
     >>> print(norm(jnp.array([[3.0, 4.0]])))
     [[0.84852815 1.1313709 ]]
     """
 
-    def __init__(self, width: int, epsilon: float, *, offset: float) -> None:
+    def __init__(self, width: int, epsilon: float, *, offset: float = 0.0, centred: bool = False) -> None:
         """Make the norm. ``offset`` is added to the scale: Gemma's scales have an offset of 1."""
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32))
-        self.epsilon, self.offset = epsilon, offset
+        self.epsilon, self.offset, self.centred = epsilon, offset, centred
 
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
         """Return the normalised features, in float32."""
         x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True) if self.centred else x
         x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         return x * (self.scale[...] + self.offset).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Shape(NamedTuple):
-    """The sizes and options of a block. `Decoder` describes them."""
+    """The sizes and options of a block. `Decoder` and `nmjax.models.ModernBERT` describe them."""
 
     width: int
     heads: int
@@ -119,10 +125,13 @@ class Shape(NamedTuple):
     top: int
     norm_shares: bool
     dtype: DTypeLike | None
+    causal: bool = True
+    centred: bool = False
+    dropout: float = 0.0
 
 
 class Attention(nnx.Module):
-    """Causal attention with rotary positions. Several heads of queries share a head of keys and values, a group.
+    """Attention with rotary positions. Several heads of queries share a head of keys and values, a group.
 
     Its logits and its softmax are float32, whatever the dtype is.
     """
@@ -221,11 +230,12 @@ class Block(nnx.Module):
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs) -> None:
         """Make the layers."""
-        norm = lambda: RMSNorm(shape.width, shape.epsilon, offset=shape.offset)
+        check_rate(shape.dropout)
+        norm = lambda: RMSNorm(shape.width, shape.epsilon, offset=shape.offset, centred=shape.centred)
         self.norm1, self.attention = norm(), Attention(shape, rngs=rngs)
         self.norm2, self.mlp = norm(), (GatedMixture if shape.experts else GatedMlp)(shape, rngs=rngs)
         self.out_norm1, self.out_norm2 = (norm(), norm()) if shape.norm_outputs else (None, None)
-        self.window = shape.window
+        self.window, self.causal, self.dropout = shape.window, shape.causal, shape.dropout
 
     def __call__(
         self,
@@ -233,6 +243,8 @@ class Block(nnx.Module):
         mask: Bool[Array, "batch time"] | None,
         tables: tuple[Any, Any],
         local: Bool[Array, ""] | None,
+        first: Bool[Array, ""] | None = None,
+        key: jax.Array | None = None,
     ) -> Float[Array, "batch time width"]:
         """Return the block's output.
 
@@ -241,19 +253,44 @@ class Block(nnx.Module):
           mask: True at the positions that may be seen; None if all may be.
           tables: The tables of rotary positions: of global blocks, and of local ones.
           local: True if the block sees only a window; None if no block does.
+          first: True if the first norm is that of the embedding, to which attention is added; None if it never is.
+          key: The key of dropout, of what is added to the input.
         """
         places = lax.iota(jnp.int32, x.shape[1])
         far = places[:, None] - places[None]  # from each query back to each key
-        visible = far >= 0
+        visible = far >= 0 if self.causal else jnp.ones_like(far, bool)
         if local is not None and self.window is not None:
-            visible = visible & ((far < self.window) | ~local)
+            visible = visible & ((jnp.abs(far) < self.window) | ~local)
             tables = jax.tree.map(lambda one, other: jnp.where(local, other, one), *tables)
         else:
             tables = tables[0]
         visible = visible[None, None] if mask is None else visible[None, None] & mask[:, None, None, :]
-        added = lambda y, norm: (y if norm is None else norm(y)).astype(x.dtype)
-        x = x + added(self.attention(self.norm1(x), visible, tables), self.out_norm1)
-        return x + added(self.mlp(self.norm2(x)), self.out_norm2)
+        keys, dtype = keys_of(key, 2), x.dtype
+        added = lambda y, norm, key: dropped((y if norm is None else norm(y)).astype(dtype), self.dropout, key)
+        normed = self.norm1(x)
+        x = x if first is None else jnp.where(first, normed.astype(dtype), x)
+        x = x + added(self.attention(normed, visible, tables), self.out_norm1, keys[0])
+        return x + added(self.mlp(self.norm2(x)), self.out_norm2, keys[1])
+
+
+def check_sizes(
+    vocabulary: int, depth: int, features: int, local: tuple[bool, ...] | None, window: int | None
+) -> None:  # fmt: skip
+    """Refuse sizes that do not fit each other. `Decoder` describes them.
+
+    >>> check_sizes(16, 1, 5, None, None)
+    Traceback (most recent call last):
+    ValueError: features of a head must be even and at least 2, to rotate pairs, got 5.
+    """
+    if features < 1 or features % 2:
+        raise ValueError(f"features of a head must be even and at least 2, to rotate pairs, got {features}.")
+    if local is not None and (len(local) != depth or (any(local) and (window is None or window < 1))):
+        raise ValueError(
+            "local needs one value per block, and if any is True, window must be at least 1; "
+            f"got local={local} for depth={depth}, and window={window}."
+        )
+    if vocabulary < 1:
+        raise ValueError(f"vocabulary is the number of tokens, at least 1, got {vocabulary}.")
 
 
 class Decoder(Transformer):
@@ -330,15 +367,7 @@ class Decoder(Transformer):
         if features is None and width % heads:
             raise ValueError(f"heads must divide width, got heads={heads} and width={width}. Or write features=...")
         features = width // heads if features is None else features
-        if features < 1 or features % 2:
-            raise ValueError(f"features of a head must be even and at least 2, to rotate pairs, got {features}.")
-        if local is not None and (len(local) != depth or (any(local) and (window is None or window < 1))):
-            raise ValueError(
-                "local needs one value per block, and if any is True, window must be at least 1; "
-                f"got local={local} for depth={depth}, and window={window}."
-            )
-        if vocabulary < 1:
-            raise ValueError(f"vocabulary is the number of tokens, at least 1, got {vocabulary}.")
+        check_sizes(vocabulary, depth, features, local, window)
         scale = features**-0.5 if query_scale is None else query_scale
         shape = Shape(
             width, heads, kv_heads, features, hidden, activation, epsilon, norm_offset, window, bias, norm_heads,
@@ -366,9 +395,7 @@ class Decoder(Transformer):
         return unembedded(self, x) if self.head is None else self.head(x)
 
     def _states(self, tokens: jax.Array, mask: jax.Array | None = None, every: bool = False) -> jax.Array:
-        check_tokens(tokens, self.length)
-        if mask is not None and mask.shape != tokens.shape:
-            raise ValueError(f"mask has the shape of tokens, {tokens.shape}, got {mask.shape}.")
+        check_tokens(tokens, self.length, mask=mask)
         x = (found(self.tokens, tokens) * self.embedding_scale).astype(self.dtype)
         positions = lax.iota(jnp.int32, tokens.shape[1])
         tables = tuple(rotary.tables(positions, self.features) for rotary in self.rotaries)

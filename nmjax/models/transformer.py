@@ -305,13 +305,21 @@ def through(
     return jnp.concatenate([x[None], outputs[1]])
 
 
-def check_tokens(tokens: Int[Array, "..."], length: int) -> None:
-    """Refuse tokens that are not of shape [batch, time], or longer than a model's length."""
+def check_tokens(tokens: Int[Array, "..."], length: int, **others: jax.Array | None) -> None:
+    """Refuse tokens that are not of shape [batch, time], or longer than a model's length; and others of other shapes.
+
+    >>> check_tokens(jnp.zeros((2, 3), int), 8, mask=jnp.ones(3, bool))
+    Traceback (most recent call last):
+    ValueError: mask has the shape of tokens, (2, 3), got (3,).
+    """
     if tokens.ndim != 2 or not 0 < tokens.shape[1] <= length:
         raise ValueError(
             f"tokens are integers of shape [batch, time], with a time from 1 to length={length}, got {tokens.shape}. "
             f"Cut them, as tokens[:, :{length}], or make the model with a larger length."
         )
+    for name, value in others.items():
+        if value is not None and value.shape != tokens.shape:
+            raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {value.shape}.")
 
 
 class Transformer(nnx.Module):

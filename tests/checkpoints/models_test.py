@@ -18,7 +18,8 @@ from nmjax.checkpoints.families import family_of
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file())
 TEXT = [kind for kind in KINDS if kind not in ("vit", "timm", "dinov2", "clip-vision")]
-POST = [kind for kind in KINDS if "bert" in kind]  # their norms follow the sums
+MODERN = [kind for kind in KINDS if kind.startswith("modernbert")]
+POST = [kind for kind in KINDS if "bert" in kind and kind not in MODERN]  # their norms follow the sums
 RNG = np.random.default_rng(0)
 ONES = np.ones((3, 16), np.float32)
 IMAGES = RNG.normal(size=(2, 8, 8, 3)).astype(np.float32)
@@ -73,10 +74,12 @@ def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(ki
     theirs = [right[f"states.{i}"] for i in range(len(states)) if f"states.{i}" in right]
     for i, state in enumerate(theirs):
         last_is_normed = i == len(theirs) - 1 and kind in TEXT and kind not in (*POST, "clip-text")
+        if i == 0 and kind in MODERN:  # theirs is normed
+            states = states.at[0].set(load(GOLDEN / kind).blocks[0].norm1(states[0]))
         alike(model.norm(states[i]) if last_is_normed else states[i], state, kind, right)
-    if kind in ("bert", "xlm-roberta"):
+    if kind in ("bert", "xlm-roberta", "modernbert"):
         assert model(*given).shape == (2, 0)
-        alike(states[-1], right["output"], kind, right)
+        alike(model.norm(states[-1]) if kind in MODERN else states[-1], right["output"], kind, right)
     elif kind == "gpt2-alone":
         alike(model.norm(states[-1]), right["output"], kind, right)
     elif kind == "clip-vision":
@@ -90,6 +93,10 @@ def test_a_model_computes_what_its_library_does_and_is_saved_as_the_same_file(ki
 OLDER = {
     "rope_theta": 1000.0, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "rope_parameters": None, "layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 2,
+}  # fmt: skip
+OLD_MODERN = {
+    "global_rope_theta": 1000.0, "local_rope_theta": 100.0, "rope_parameters": None, "layer_types": None,
+    "global_attn_every_n_layers": 2,
 }  # fmt: skip
 # Other forms of a golden checkpoint: changes of its config, and of its tensors.
 FORMS = {
@@ -121,6 +128,12 @@ FORMS = {
     "a DistilBERT with the head of pretraining": ("distilbert", {}, lambda held: {
         name: v for name, v in held.items() if "classifier" not in name
     } | {"vocab_projector.bias": ONES}),
+    "a ModernBERT before transformers 5": ("modernbert", OLD_MODERN, lambda held: held),
+    "a ModernBERT with the head of pretraining": ("modernbert", {}, lambda held: {
+        "model." + name: v for name, v in held.items()
+    } | {"head.dense.weight": ONES[:1] * ONES[:1].T, "head.norm.weight": ONES[0], "decoder.bias": ONES}),
+    "a ModernBERT with a head for tokens":
+        ("modernbert-classifier", {"architectures": ["ModernBertForTokenClassification"]}, lambda held: held),
 }  # fmt: skip
 
 
@@ -141,6 +154,7 @@ def test_other_forms_of_a_checkpoint_are_the_same_model(form, tmp_path):
 def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     """Along the axis that the products contract, in the layout of the source: rows of torch's linear layers."""
     sparse = lambda text: nm.nnx.sparsify(load(GOLDEN / kind), nm.Recipe({r"blocks/.*": text, ".*": "dense"}))
+    depth = len(load(GOLDEN / kind).blocks)
     with pytest.raises(CheckpointError, match=r"Save nm.nnx.harden"):
         save(tmp_path, sparse("s_ste(2,4)"), like=GOLDEN / kind)
     save(tmp_path, nm.nnx.harden(sparse("ste(2,4)")), like=GOLDEN / kind)
@@ -148,10 +162,22 @@ def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
     assert list(before) == list(after)
     pruned = [name for name in before if (before[name] != after[name]).any()]
     in_block = {"gpt2": 4, "gpt2-alone": 4, "timm": 4, "phi3": 4, "qwen3-moe": 5 + 4 * 3}  # tensors
+    in_block |= dict.fromkeys(MODERN, 4)
     of_six = (*POST, "vit", "dinov2", "clip-vision", "clip-text")
-    assert len(pruned) == 2 * (6 if kind in of_six else in_block.get(kind, 7))
+    assert len(pruned) == depth * (6 if kind in of_six else in_block.get(kind, 7))
     for name in pruned:
         assert nm.groups.is_nm(after[name], 2, 4, axis=0 if kind.startswith("gpt2") else 1)
+
+
+def test_a_head_for_tokens_is_not_taken_for_one_for_texts(tmp_path):
+    """Both have the same names in a ModernBERT."""
+    about = {"architectures": ["ModernBertForTokenClassification"]}
+    source = changed(tmp_path / "source", "modernbert-classifier", about)
+    assert load(source).head.kernel.size == 0
+    model = load(source, classes=2, rngs=nnx.Rngs(0))
+    save(tmp_path / "saved", model, like=source)
+    assert read(tmp_path / "saved").shape("classifier.weight") == (2, 16)
+    assert (read(tmp_path / "saved")["head.dense.weight"] == model.pooler.kernel[...].T).all()
 
 
 @pytest.mark.parametrize("kind", ["clip-text", "clip-vision"])
@@ -211,7 +237,7 @@ def test_pruned_zeros_stay_zeros(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*POST, "vit", "timm", "dinov2"])
+@pytest.mark.parametrize("kind", [*POST, *MODERN, "vit", "timm", "dinov2"])
 def test_a_new_head(kind, tmp_path):
     with pytest.raises(CheckpointError, match=r"has no head with 5 classes. Pass rngs"):
         load(GOLDEN / kind, classes=5)
@@ -227,11 +253,12 @@ def test_a_new_head(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert-classifier", "roberta", "distilbert", "dinov2"])
+@pytest.mark.parametrize("kind", ["bert-classifier", "roberta", "distilbert", "modernbert-classifier", "dinov2"])
 def test_a_new_head_has_the_names_of_its_kind(kind, tmp_path):
     """Its tensors are those that transformers has, for a checkpoint that has no layer of a head."""
     right = read(GOLDEN / kind)
-    source = changed(tmp_path / "source", kind, tensors={n: None for n in right if "classifier" in n or "pooler" in n})
+    gone = {name: None for name in right if re.search(r"classifier|pooler|^head\.", name)}
+    source = changed(tmp_path / "source", kind, tensors=gone)
     save(tmp_path / "saved", load(source, classes=3, rngs=nnx.Rngs(0)), like=source)
     found = read(tmp_path / "saved")
     assert {name: found.shape(name) for name in found} == {name: right.shape(name) for name in right}
@@ -471,7 +498,7 @@ REFUSED = {
     "not floating-point numbers: norm/scale bool": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.bool_)}),
     "not floating-point numbers: norm/scale complex64": ("qwen3", {}, {"model.norm.weight": np.ones(16, np.complex64)}),
     "config.json has model_type 't5', which is not supported. Supported: bert, clip_text_model, clip_vision_model, "
-    "dinov2, distilbert, gemma3_text, gpt2, llama, mistral, phi3, qwen2, qwen3, qwen3_moe, roberta, vit, "
+    "dinov2, distilbert, gemma3_text, gpt2, llama, mistral, modernbert, phi3, qwen2, qwen3, qwen3_moe, roberta, vit, "
     "xlm-roberta, and vit_* of timm. For another kind, write a table of its names, by docs/how_to/checkpoints.md, and "
     "pass family=nm.checkpoints.Family(...), or --family module:name to the command.":
         ("bert", {"model_type": "t5"}, {}),
@@ -493,6 +520,25 @@ REFUSED = {
     "config.json gives first=-1, which is not a whole number above 0": ("roberta", {"pad_token_id": -2}, {}),
     "config.json has hidden_act='relu'. nmjax supports only 'silu'": ("clip-vision", {"hidden_act": "relu"}, {}),
     "config.json has activation='relu'. nmjax supports only 'gelu'": ("distilbert", {"activation": "relu"}, {}),
+    **{f"config.json has {name}=True. nmjax supports only False": ("modernbert", {name: True}, {})
+       for name in ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")},
+    "config.json has hidden_activation='relu'. nmjax supports only 'silu'":
+        ("modernbert", {"hidden_activation": "relu"}, {}),
+    "config.json has classifier_activation='tanh'. nmjax supports only 'silu'":
+        ("modernbert", {"classifier_activation": "tanh"}, {}),
+    "config.json has classifier_pooling='max'. nmjax supports only 'cls', 'mean'":
+        ("modernbert", {"classifier_pooling": "max"}, {}),
+    "has layer_types with 'chunked_attention', which nmjax does not support":
+        ("modernbert", {"layer_types": ["chunked_attention"] * 3}, {}),
+    "has local_attention=0, which is not a whole number above 0": ("modernbert", {"local_attention": 0}, {}),
+    "has global_attn_every_n_layers=-1, which is not a whole number":
+        ("modernbert", {"global_attn_every_n_layers": -1}, {}),
+    "config.json has rope_type='dynamic', but nmjax supports only":
+        ("modernbert", {ROPE: {"full_attention": {"rope_type": "dynamic"}}}, {}),
+    "config.json has rope_scaling={'factor': 2}. nmjax does not support":
+        ("modernbert", {"rope_scaling": {"factor": 2}}, {}),
+    "missing: layers.1.attn_norm.weight; unexpected: layers.0.attn_norm.weight":
+        ("modernbert", {}, {"layers.0.attn_norm.weight": ONES, "layers.1.attn_norm.weight": None}),
     "config.json has use_swiglu_ffn=True. nmjax supports only False": ("dinov2", {"use_swiglu_ffn": True}, {}),
     "sliding_window=4096. nmjax does not support this field": ("llama", {"sliding_window": 4096}, {}),
     "layer_types other than 'full_attention', which qwen3 does not support":

@@ -111,6 +111,23 @@ def test_experts_have_the_bits_of_the_pruned_model_also_after_a_stop(name, tmp_p
     assert checkpoints.verify(tmp_path / "streamed", every=r".*(_proj|gate)\.weight").holds
 
 
+@pytest.mark.slow
+def test_a_modernbert_has_the_bits_of_the_pruned_model(tmp_path):
+    """Its first block norms the embedding, and some are local. Each is called on its own."""
+    source = GOLDEN / "modernbert"
+    batches = [jnp.asarray(np.random.default_rng(i).integers(0, 40, (64, 16))) for i in range(2)]
+    steps = streaming.Steps(checkpoints.load(source), RECIPE, [streaming.Call.of(batch) for batch in batches])
+    assert steps.blocks is not None
+    assert steps.order == ["blocks/0", "blocks/1", "blocks/2"]
+    checkpoints.prune(source, tmp_path / "streamed", RECIPE, batches, nm.oneshot.sparsegpt, permute=True)
+    right = nm.nnx.prune(checkpoints.load(source), RECIPE, batches, nm.oneshot.sparsegpt, permute=True)
+    checkpoints.save(tmp_path / "right", right.model, like=source)
+    found, wanted = checkpoints.read(tmp_path / "streamed"), checkpoints.read(tmp_path / "right")
+    for one in wanted:
+        np.testing.assert_array_equal(found[one], wanted[one], err_msg=one)
+    assert checkpoints.verify(tmp_path / "streamed", every=r"layers\..*(Wqkv|Wo|Wi)\.weight").holds
+
+
 def test_errors_of_norms_are_those_of_inputs_without_correlation():
     rng = np.random.default_rng(0)
     w, squares = rng.standard_normal((8, 3)), rng.uniform(0.5, 2, 8)
@@ -123,7 +140,7 @@ def test_errors_of_norms_are_those_of_inputs_without_correlation():
             solver(w, squares)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "vit", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "vit", "qwen3", "qwen3-moe", "modernbert"])
 def test_magnitude_needs_no_data(kind, tmp_path):
     checkpoints.prune(GOLDEN / kind, tmp_path / "streamed", RECIPE)
     hard = nm.nnx.harden(nm.nnx.sparsify(checkpoints.load(GOLDEN / kind), RECIPE))

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent.parent / "checkpoints/golden"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("model", ["llama", "qwen3", "bert"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "bert", "modernbert"])
 def test_transformers_decompresses_the_same_weights(tmp_path, model, kind):
     """And compressed-tensors makes the same 8 bits of the weights and these scales."""
     import torch
@@ -27,7 +27,7 @@ def test_transformers_decompresses_the_same_weights(tmp_path, model, kind):
     checkpoints.prune(GOLDEN / model, tmp_path / "pruned", recipe)
     names = checkpoints.quantize(tmp_path / "pruned", tmp_path / "small", kind)
     before, small = checkpoints.read(tmp_path / "pruned"), checkpoints.read(tmp_path / "small")
-    auto = AutoModel if model == "bert" else AutoModelForCausalLM
+    auto = AutoModel if "bert" in model else AutoModelForCausalLM
     kept = auto.from_pretrained(tmp_path / "small")
     linear = {f"{name}.weight" for name, one in kept.named_modules() if hasattr(one, "quantization_scheme")}
     assert linear == set(names)

@@ -43,6 +43,14 @@ GEMMA = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
+MODERN = {
+    **SMALL, **TEXT, "num_hidden_layers": 3, "global_attn_every_n_layers": 2, "local_attention": 4, "num_labels": 3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
 GPT2 = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
 DISTILBERT = {"dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, **TEXT}
 VIT = {**SMALL, "image_size": 8, "patch_size": 4, "num_channels": 3}
@@ -68,6 +76,10 @@ MODELS = {
     ),
     "xlm-roberta": lambda: tf.XLMRobertaModel(tf.XLMRobertaConfig(**SMALL, **TEXT)),
     "distilbert": lambda: tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**DISTILBERT, num_labels=3)),
+    "modernbert": lambda: tf.ModernBertModel(tf.ModernBertConfig(**MODERN)),
+    "modernbert-classifier": lambda: tf.ModernBertForSequenceClassification(
+        tf.ModernBertConfig(**MODERN, classifier_pooling="mean")
+    ),
     "dinov2": lambda: tf.Dinov2ForImageClassification(tf.Dinov2Config(**DINOV2, num_labels=3)),
     "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VIT)),
     "clip-text": lambda: tf.CLIPTextModel(tf.CLIPTextConfig(**SMALL, **TEXT)),

@@ -210,22 +210,30 @@ def test_language_of_tokens_that_a_function_returns(tmp_path, monkeypatch):
 # ---- teachers ----
 
 
-def teacher_of(folder, seed):
+def teacher_of(folder, seed, source=BERT):
     """Write a checkpoint of other values than those of BERT, with a head, and return its folder."""
-    model = checkpoints.load(BERT, classes=9, rngs=nnx.Rngs(seed))
+    model = checkpoints.load(source, classes=9, rngs=nnx.Rngs(seed))
     for i, variable in enumerate(pretrained.variables(model).values()):
         noise = jax.random.normal(jax.random.key(1000 * seed + i), variable.shape)
         variable[...] = variable[...] + 0.1 * noise
-    checkpoints.save(folder, model, like=BERT)
+    checkpoints.save(folder, model, like=source)
     return folder
 
 
 @pytest.mark.slow
-def test_the_loss_with_a_teacher_is_that_of_its_parts_and_accumulated_steps_are_the_same(tmp_path):
-    """The teacher differs from the model. The first loss is computed by hand from logits and hidden states."""
-    words = [f"--config.weights={teacher_of(tmp_path / 'student', 1)}", "--config.model.dropout=0.0"]
-    words += [f"--config.teacher.weights={teacher_of(tmp_path / 'teacher', 2)}", "--config.teacher.hidden=0.5"]
+@pytest.mark.parametrize("kind", ["bert", "modernbert-classifier"])
+def test_the_loss_with_a_teacher_is_that_of_its_parts_and_accumulated_steps_are_the_same(tmp_path, kind):
+    """The teacher differs from the model. The first loss is computed by hand from logits and hidden states.
+
+    The ModernBERT takes the mean of the tokens that are not padding, and the texts have from 1 to 9 letters.
+    """
+    rows = [{"text": "abcdefghi"[: 1 + i % 9], "label": i % 9} for i in range(180)]
+    source = shutil.copytree(BERT.parent / kind, tmp_path / "source")
+    shutil.copy(BERT / "tokenizer.json", source)
+    words = [f"--config.weights={teacher_of(tmp_path / 'student', 1, source)}", "--config.model.dropout=0.0"]
+    words += [f"--config.teacher.weights={teacher_of(tmp_path / 'teacher', 2, source)}", "--config.teacher.hidden=0.5"]
     words += ["--config.teacher.logits=0.3", "--config.teacher.temperature=4.0"]
+    words += [f"--config.data.name={lines(tmp_path / 'a.jsonl', *rows)}"]
     words += ["--config.optimizer=sgd", "--config.learning_rate.peak=0.1", "--config.clip=0.0"]
     whole, parts = (program("configs/finetune_dense.py:smoke", *words, f"--config.accumulate={k}") for k in (1, 4))
     (state, shown), (other, other_shown) = (steps(made, 3) for made in (whole, parts))
