@@ -51,7 +51,7 @@ ORDER = {
         "Train": "sparsify plan set_step harden patterns violations",
         "More layers, seeds and weights that are loaded later": "register_layer reset_state reseed phase",
         "Prune in one shot": "prune calibrate set_norms Pruned Inputs",
-        "Train changes of low rank": "low_rank changed LowRank",
+        "Train changes of low rank, or masks": "low_rank changed LowRank mask_scores masked",
         "Look inside": "weights masks scales gradient_errors",
         "Inference": "pack packed",
         "What a plan holds": "Plan LayerPlan SlotPlan Route",

@@ -43,6 +43,7 @@ from nmjax.nnx.hardening import (
     scales as scales,
     violations as violations,
 )
+from nmjax.nnx.learned_masks import mask_scores as mask_scores, masked as masked
 from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as weights
 from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.one_shot import parameters
 from nmjax.nnx.variables import unhardened
@@ -64,20 +65,31 @@ def low_rank(model: nnx.Module, names: str, rank: int, *, rngs: nnx.Rngs) -> dic
     """
     if rank < 1:
         raise ValueError(f"low_rank: rank must be at least 1, got {rank}.")
-    if (path := unhardened(model)) is not None:
-        raise ValueError(f"low_rank: {path} prunes its weight at each step. Pass nm.nnx.harden(model).")
-    kernels = [layer for layer in layers(model) if layer.has_weight and re.fullmatch(names, layer.kernel_path)]
-    shapes = {layer.kernel_path: layer.kernel.shape for layer in kernels}
-    if not shapes:
-        raise ValueError(f"low_rank: no kernel of a registered layer has a path that matches {names!r}.")
-    for path, shape in shapes.items():
-        if len(shape) != 2:
-            raise ValueError(
-                f"low_rank: {path} has shape {shape}, and only matrices are changed. Name others; a model "
-                "made without scan has matrices, and experts have none."
-            )
+    shapes = {layer.kernel_path: layer.kernel.shape for layer in matrices(model, names, "low_rank")}
     normal = lambda shape: jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5
     return {path: LowRank(normal((i, rank)), jnp.zeros((rank, o))) for path, (i, o) in shapes.items()}
+
+
+def matrices(model: nnx.Module, names: str, caller: str) -> list[Layer]:
+    """Return the layers whose kernels have paths that match, and refuse those that are no matrices.
+
+    Args:
+      model: A model that does not prune its weights at each step.
+      names: A regular expression of whole paths of kernels of registered layers.
+      caller: The function that messages name.
+    """
+    if (path := unhardened(model)) is not None:
+        raise ValueError(f"{caller}: {path} prunes its weight at each step. Pass nm.nnx.harden(model).")
+    chosen = [layer for layer in layers(model) if layer.has_weight and re.fullmatch(names, layer.kernel_path)]
+    if not chosen:
+        raise ValueError(f"{caller}: no kernel of a registered layer has a path that matches {names!r}.")
+    for layer in chosen:
+        if len(layer.kernel.shape) != 2:
+            raise ValueError(
+                f"{caller}: {layer.kernel_path} has shape {layer.kernel.shape}, and only matrices are changed. Name "
+                "others; a model made without scan has matrices, and experts have none."
+            )
+    return chosen
 
 
 def changed(model: nnx.Module, factors: Mapping[str, LowRank], scale: float = 1.0) -> Any:
