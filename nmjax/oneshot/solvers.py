@@ -6,7 +6,7 @@ They compute in float64 with NumPy, on the host.
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import lapack
+from scipy.linalg import get_lapack_funcs
 
 from nmjax.pruners.input_norms import LEAST
 
@@ -226,9 +226,10 @@ def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
 
 def _root_of_inverse(a: np.ndarray) -> np.ndarray:
     """Return the upper triangular U of U'U = inv(a), for a symmetric a, in whose place it is computed."""
-    root, singular = lapack.dpotrf(a.T, overwrite_a=True)  # Fortran's order is that of the transpose
-    inverse, _ = lapack.dpotri(root, overwrite_c=True)
-    root, indefinite = lapack.dpotrf(inverse, overwrite_a=True)
+    factor, invert = get_lapack_funcs(("potrf", "potri"), (a,))
+    root, singular = factor(a.T, overwrite_a=True)  # Fortran's order is that of the transpose
+    inverse, _ = invert(root, overwrite_c=True)
+    root, indefinite = factor(inverse, overwrite_a=True)
     if singular or indefinite:
         raise ValueError("the second moments are not positive definite. Write a larger damping.")
     return root
