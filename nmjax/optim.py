@@ -7,6 +7,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -154,18 +155,22 @@ def proximal(n: int, m: int, strength: float | Schedule, axis: int = -2) -> opta
     last in a chain. Train with dense weights, until `nm.groups.is_nm` holds for most groups, and then prune them by
     magnitude; or take only the mask from the trained weights, as the paper does, and keep the values of the first ones.
 
+    Weights have to be float32: in bfloat16 small steps are lost.
+
     Args:
       n: The number of weights to keep in each group.
-      m: The size of a group.
+      m: The size of a group, at most 8.
       strength: The factor of the regularizer times the learning rate, or a schedule of the number of updates done.
       axis: The axis of the groups: that of the inputs. Kernels of Flax are [..., inputs, outputs].
 
     Returns:
-      A transformation whose ``update`` takes the parameters. It changes all of them that have two or more axes; choose
-      by `optax.masked`.
+      A transformation whose ``update`` takes the parameters. It changes all of them that have two or more axes, in a
+      stack of layers also biases; choose by `optax.masked`.
 
     Raises:
-      ValueError: n does not lie between 1 and m; in ``update``: there are no parameters, or m does not divide the axis.
+      TypeError: n, m or the axis is not a plain number, but for example traced.
+      ValueError: n does not lie between 1 and m, m is more than 8, or the strength is negative. In ``update``: there
+        are no parameters, or m does not divide the axis.
 
     >>> w = jnp.array([[1.0], [0.9], [0.2], [0.1]])
     >>> tx = optax.chain(optax.sgd(0.0), proximal(2, 4, strength=0.1))
@@ -175,8 +180,16 @@ def proximal(n: int, m: int, strength: float | Schedule, axis: int = -2) -> opta
     >>> [f"{v:.2f}" for v in w[:, 0]]                      # the two largest are nearly unchanged
     ['0.99', '0.89', '0.00', '0.00']
     """
-    if not 1 <= n <= m:
-        raise ValueError(f"proximal: n lies between 1 and m, got n={n} and m={m}.")
+    for name, value in (("n", n), ("m", m), ("axis", axis)):
+        if not isinstance(value, numbers.Integral):
+            raise TypeError(
+                f"proximal: {name} must be a plain number, got {type(value).__name__}. With optax.inject_hyperparams, "
+                "write static_args=('n', 'm', 'axis')."
+            )
+    if not 1 <= n <= m <= 8:
+        raise ValueError(f"proximal: n lies between 1 and m, and m is at most 8; got n={n} and m={m}.")
+    if isinstance(strength, numbers.Real) and strength < 0:
+        raise ValueError(f"proximal: strength is at least 0, got {strength}.")
 
     def init(params: PyTree) -> Any:
         del params
@@ -199,7 +212,8 @@ def proximal(n: int, m: int, strength: float | Schedule, axis: int = -2) -> opta
                     "Leave it out by optax.masked."
                 )
             new = _wide(w) + _wide(u)
-            return (_nearest(new, n, m, groups.position(w.ndim, axis), rate) - _wide(w)).astype(u.dtype)
+            near = _nearest(new, jnp.asarray(rate, new.dtype), n, m, groups.position(w.ndim, axis))
+            return (near - _wide(w)).astype(u.dtype)
 
         return jax.tree_util.tree_map_with_path(moved, updates, params), state
 
@@ -209,7 +223,8 @@ def proximal(n: int, m: int, strength: float | Schedule, axis: int = -2) -> opta
 SWEEPS = 16  # over the members of a group
 
 
-def _nearest(w: jax.Array, n: int, m: int, axis: int, strength: Any) -> jax.Array:
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _nearest(w: jax.Array, strength: jax.Array, n: int, m: int, axis: int) -> jax.Array:
     """Return the x of least 1/2 |x - w|^2 + strength * r(x), in each group.
 
     Magnitudes of the minimum have the order of those of w. So its support is the n, n + 1, ..., or m largest. With k of

@@ -360,7 +360,9 @@ def test_a_proximal_step_takes_the_update_leaves_vectors_and_counts_for_its_sche
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: optim.proximal(5, 4, 1.0), "n lies between 1 and m, got n=5 and m=4"),
+        (lambda: optim.proximal(5, 4, 1.0), "n lies between 1 and m, and m is at most 8; got n=5 and m=4"),
+        (lambda: optim.proximal(4, 16, 1.0), "m is at most 8; got n=4 and m=16"),
+        (lambda: optim.proximal(2, 4, -1.0), "strength is at least 0, got -1.0"),
         (lambda: optim.proximal(2, 4, 1.0).update(PARAMS, optax.EmptyState()), "no parameters to move"),
         (
             lambda: optim.proximal(2, 3, 1.0).update(PARAMS, optax.EmptyState(), PARAMS),
@@ -371,6 +373,17 @@ def test_a_proximal_step_takes_the_update_leaves_vectors_and_counts_for_its_sche
 def test_proximal_says_what_is_wrong(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_strength_of_a_proximal_step_may_be_injected():
+    w, kept = normal(13, (8, 4)), {"static_args": ("n", "m", "axis")}
+    tx = optax.inject_hyperparams(optim.proximal, **kept)(n=2, m=4, strength=0.1)
+    alone = optim.proximal(2, 4, 0.1)
+    with STANDARD:
+        found, wanted = (one.update(w, one.init(w), w)[0] for one in (tx, alone))
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        with pytest.raises(TypeError, match="n must be a plain number.*static_args=\\('n', 'm', 'axis'\\)"):
+            optax.inject_hyperparams(optim.proximal)(n=2, m=4, strength=0.1).init(w)
 
 
 # step_adam

@@ -86,10 +86,10 @@ def pruning(folder: Path) -> Table:
         "statistics of all layers": lambda: nm.nnx.calibrate(model, batches),
         "second moments of all layers": lambda: nm.nnx.calibrate(model, batches, moments=True),
         **{
-            f"{name}, in turn": partial(nm.nnx.prune, model, one_shot.RECIPE, batches, getattr(nm.oneshot, name))
+            f"{name}, in turn": partial(nm.nnx.prune, model, one_shot.recipe(), batches, getattr(nm.oneshot, name))
             for name in ("magnitude", "wanda", "ria", "sparsegpt", "admm")
         },
-        "wanda, at once": partial(nm.nnx.prune, model, one_shot.RECIPE, batches, nm.oneshot.wanda, in_turn=False),
+        "wanda, at once": partial(nm.nnx.prune, model, one_shot.recipe(), batches, nm.oneshot.wanda, in_turn=False),
     }
     count = sum(batch.size for batch in batches)
     note = f"36 matrices, 2:4, {TEXTS} texts, {count:,} tokens. Each is timed once, with compilation."
@@ -102,6 +102,6 @@ def language(folder: Path) -> Table:
     sizes = [layer.kernel.shape for layer in layers(model) if layer.path.startswith("blocks/")]
     count, rows = sum(batch.size for batch in batches), {}
     for name in ("wanda", "sparsegpt"):
-        rows[name] = [_seconds(partial(nm.nnx.prune, model, one_shot.RECIPE, batches, getattr(nm.oneshot, name)))]
+        rows[name] = [_seconds(partial(nm.nnx.prune, model, one_shot.recipe(), batches, getattr(nm.oneshot, name)))]
     note = f"{len(sizes)} matrices, 2:4, {count:,} tokens. Each is timed once, with compilation."
     return Table("One-shot pruning of Gemma 3 270M", note, ["", "seconds"], rows)

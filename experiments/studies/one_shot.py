@@ -12,8 +12,8 @@ The weights are those of files with 4 to 8 bits a weight (Q4_K_M, Q4_1), as floa
 pruned, on 128 lines of the validation text: the first, and for SmolLM2 also the next two samples of as many lines.
 *permuted* is pruning with ``permute=True``. *trained* continues for 64 windows of the validation text, one for an
 update, with half of the loss from the dense model as a teacher: all weights of the dense model; the weights that
-SparseGPT leaves, under its mask; or the masks alone, by scores that begin as Wanda's. A seed is an order of the
-windows. The learning rates, 2e-5 and 3e-2, were not searched.
+SparseGPT leaves, under its mask; or the masks alone, by scores that begin as Wanda's. A sample is another choice of
+these windows, and of the lines. The learning rates, 2e-5 and 3e-2, were not searched.
 
 The perplexity is per token, in windows of 512 that begin with <bos>, for SmolLM2 with <|endoftext|>. This copy of
 WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and <unk> becomes "Smith",
@@ -37,7 +37,7 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.data import labelled
 from experiments.data.find import find
-from experiments.report.words import PLUS_MINUS, markdown_table, spread
+from experiments.report.words import markdown_table, spread
 from nmjax.oneshot import texts
 
 METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt", "admm")
@@ -53,6 +53,7 @@ TRAINED = (  # the start, and what is trained
     {"method": "sparsegpt", "train": "weights"},
     {"method": "wanda", "train": "masks"},
 )
+OVER = "± is the standard error of the number before it, over samples of the text."
 UPDATES, RATES = 64, {"weights": 2e-5, "masks": 3e-2}
 
 
@@ -97,9 +98,15 @@ def plain(text: str) -> str:
     return text
 
 
+def recipe(pattern: str = "2:4") -> nm.Recipe:
+    """Return the recipe of all cases: all linear layers of the blocks."""
+    return nm.Recipe(((r"blocks/.*", f"ste({pattern.replace(':', ',')})"), (r".*", "dense")))
+
+
 def config(**case: Any) -> ConfigDict:
     """Return what tells a case apart."""
-    return ConfigDict({**case, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
+    trained = {"updates": UPDATES, "rate": RATES[case["train"]]} if "train" in case else {}
+    return ConfigDict({**case, **trained, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
 
 
 def folder(model: str = "gemma") -> Path:
@@ -142,13 +149,13 @@ def _loss(graph: nnx.GraphDef, state: Any, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-def _trained(dense: nnx.Module, start: nnx.Module, what: str, source: Path, seed: int) -> nnx.Module:
+def _trained(dense: nnx.Module, start: nnx.Module, what: str, model: str, sample: int) -> nnx.Module:
     """Return a model after training of its weights, under its mask if it has one, or of its masks, with a teacher."""
-    rng = np.random.default_rng(seed)
-    windows = jnp.asarray(rng.permutation(_cut(_text("valid"), "smollm2"))[:UPDATES])
+    rng = np.random.default_rng(sample)
+    windows = jnp.asarray(rng.permutation(_cut(_text("valid"), model))[:UPDATES])
     teacher, of_teacher = nnx.split(dense)
     if what == "masks":
-        inputs = nm.nnx.calibrate(dense, calibration(source), only="blocks/.*")
+        inputs = nm.nnx.calibrate(dense, calibration(folder(model), sample), only="blocks/.*")
         values: Any = nm.nnx.mask_scores(dense, "blocks/.*/kernel", inputs)
         rest: Any = of_teacher
         model_of = lambda scores, rest: nm.nnx.masked(nnx.merge(teacher, rest), scores)
@@ -188,20 +195,20 @@ def run(
     errors = [[0.0, 0.0]]
     if method != "dense" and train != "masks":
         solver, batches = getattr(nm.oneshot, method), calibration(source, sample)
-        recipe = nm.Recipe(((r"blocks/.*", f"ste({pattern.replace(':', ',')})"), (r".*", "dense")))
-        pruned = nm.nnx.prune(network, recipe, batches, solver, permute=permute)
+        pruned = nm.nnx.prune(network, recipe(pattern), batches, solver, permute=permute)
         network, errors = pruned.model, list(pruned.errors.values())
     if train:
         if method == "sparsegpt":
             hold = f"y_w=ste(hold(mse({pattern.replace(':', ',')})))"
             network = nm.nnx.sparsify(network, nm.Recipe(((r"blocks/.*", hold), (r".*", "dense"))))
-        network = _trained(dense, network, train, source, sample)
+        network = _trained(dense, network, train, model, sample)
         network = nm.nnx.harden(network) if method == "sparsegpt" else network
     minutes = (time.perf_counter() - began) / 60
     graph, state = nnx.split(network)
     losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows(model).reshape(-1, 2, LENGTH)]
     rows = {"perplexity": float(np.exp(np.mean(losses))), "error": float(np.mean([error for error, _ in errors]))}
-    rows |= {"minutes": minutes} if train else {}
+    if train:
+        rows = {"perplexity": rows["perplexity"], "minutes": minutes}
     return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, []
 
 
@@ -224,14 +231,14 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     smollm2 = [[MODELS["smollm2"][0], *head, "error of a layer, 2:4", "permuted"]]
     for method in METHODS:
         cells = [spread(values(("smollm2", method, *column), "perplexity"), ".1f") for column in columns]
-        errors = [spread(values(("smollm2", method, *column), "error"), ".4f") for column in columns[::3]]
+        errors = [spread(values(("smollm2", method, "2:4", permuted), "error"), ".4f") for permuted in (False, True)]
         if any(cells):
             smollm2.append([NAMES.get(method, method), *cells, *errors])
-    trained = [[f"{MODELS['smollm2'][0]}, 2:4, trained on {UPDATES * LENGTH:,} tokens", "perplexity", "minutes"]]
+    trained = [[f"{MODELS['smollm2'][0]}, trained on {UPDATES * LENGTH:,} tokens", "perplexity", "minutes"]]
     for case in TRAINED:
         of = ("smollm2", case["method"], "2:4", False, case["train"])
         name = NAMES.get(case["method"], case["method"])
         cells = [spread(values(of, row), ".1f") for row in ("perplexity", "minutes")]
         trained += [[f"{name}, then {case['train']}", *cells]] if any(cells) else []
     tables = [one for one in (gemma, smollm2, trained) if len(one) > 1]
-    return "\n".join([*(markdown_table(one, narrow=True) + "\n" for one in tables), PLUS_MINUS]), {}
+    return "\n".join([*(markdown_table(one, narrow=True) + "\n" for one in tables), OVER]), {}

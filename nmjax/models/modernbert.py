@@ -102,7 +102,7 @@ class ModernBERT(BERT):
 
     def _pooled(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         x = self.norm(x)
-        weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(bool).astype(x.dtype)
+        weight = jnp.ones(x.shape[:2], x.dtype) if mask is None else mask.astype(bool).astype(x.dtype)
         mean = lambda: (x * weight[..., None]).sum(1) / jnp.maximum(weight.sum(1, keepdims=True), 1)
         return self.pooler_norm(self.pooling(self.pooler(mean() if self.pool == "mean" else x[:, 0])))
 

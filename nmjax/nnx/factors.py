@@ -84,11 +84,16 @@ def matrices(model: nnx.Module, names: str, caller: str) -> list[Layer]:
     if not chosen:
         raise ValueError(f"{caller}: no kernel of a registered layer has a path that matches {names!r}.")
     for layer in chosen:
-        if len(layer.kernel.shape) != 2:
+        if len(layer.kernel.shape) != 2 or layer.operand is None or layer.operand.contract != (0,):
             raise ValueError(
-                f"{caller}: {layer.kernel_path} has shape {layer.kernel.shape}, and only matrices are changed. Name "
-                "others; a model made without scan has matrices, and experts have none."
+                f"{caller}: {layer.kernel_path} has shape {layer.kernel.shape}, and only matrices [inputs, outputs] "
+                "are changed. Name others; a model made without scan has matrices, and experts have none."
             )
+    owners: dict[int, str] = {}
+    for layer in chosen:
+        owner = owners.setdefault(id(layer.kernel), layer.kernel_path)
+        if owner != layer.kernel_path:
+            raise ValueError(f"{caller}: {owner} and {layer.kernel_path} are one weight. Name one of them.")
     return chosen
 
 

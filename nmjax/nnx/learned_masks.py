@@ -12,6 +12,8 @@ from nmjax.core import groups
 from nmjax.nnx.calibration import Inputs
 from nmjax.nnx.factors import matrices
 from nmjax.nnx.one_shot import parameters
+from nmjax.nnx.variables import unhardened
+from nmjax.oneshot.solvers import norms_of
 
 
 def mask_scores(
@@ -19,9 +21,9 @@ def mask_scores(
 ) -> dict[str, Float[Array, "inputs outputs"]]:  # fmt: skip
     """Return scores of the weights of matrices, by which `masked` chooses n of every m.
 
-    They are the magnitudes, or with ``inputs`` those of Wanda: times the norm of the input. Each group has a mean of 1.
-    Train them, by any optimizer, as the only parameters. The weights stay as they are, so few tokens go far: a score
-    moves by its own size long before a weight would.
+    They are the magnitudes, or with ``inputs`` those of Wanda: times the norm of the input. Each group that is not zero
+    has a mean of 1. Train them, by any optimizer, as the only parameters; the weights stay as they are. It is a
+    heuristic: a mask may end worse than it began, so let the learning rate end at 0, and compare.
 
     Sanh et al., "Movement Pruning: Adaptive Sparsity by Fine-Tuning" (arXiv 2005.07683), without training of weights.
 
@@ -48,8 +50,8 @@ def mask_scores(
       The scores by the path of the parameter.
 
     Raises:
-      ValueError: No kernel has such a path, one is no matrix, m does not divide its inputs, it was not calibrated, or
-        the model prunes its weights at each step.
+      ValueError: No kernel has such a path, one is no matrix [inputs, outputs], two are one weight, m does not divide
+        the inputs, a layer was not calibrated, or the model prunes its weights at each step.
     """
     scores = {}
     for layer in matrices(model, names, "mask_scores"):
@@ -57,7 +59,7 @@ def mask_scores(
         if inputs is not None:
             if layer.path not in inputs:
                 raise ValueError(f"mask_scores: inputs has no statistics of {layer.path or 'the model'}.")
-            size = size * jnp.sqrt(jnp.asarray(inputs[layer.path].squares, size.dtype))[:, None]
+            size = size * jnp.asarray(norms_of(inputs[layer.path].squares), size.dtype)
         group = groups.split(size, 0, m)
         mean = jnp.mean(group, 1, keepdims=True)
         scores[layer.kernel_path] = (group / jnp.where(mean > 0, mean, 1)).reshape(size.shape)
@@ -68,12 +70,17 @@ def masked(model: nnx.Module, scores: Mapping[str, Float[Array, "inputs outputs"
     """Return a copy of a model in which the n weights of the largest scores of every m are kept, and others are zero.
 
     It can be called in `jax.jit` and differentiated. The derivative of a score is that of its weight, times the weight,
-    as if the mask were the score; also for weights that are zero now. The weights of the model get no gradient.
+    as if the mask were the score; also for weights that are zero now. The weights of the model get no gradient. The
+    copy shares all other arrays with the model: do not donate them.
 
     Args:
-      model: The model.
+      model: The model, which prunes nothing.
       scores: What `mask_scores` returned, or trained from it.
       n, m: The pattern.
+
+    Raises:
+      ValueError: The model has no such parameter, or one of another shape; n does not lie between 1 and m; m does not
+        divide the inputs; or the model prunes its weights at each step.
 
     >>> w = jnp.array([[1.0], [2.0], [3.0], [4.0]])
     >>> model = nnx.Linear(4, 1, kernel_init=lambda *_: w, rngs=nnx.Rngs(0))
@@ -81,13 +88,20 @@ def masked(model: nnx.Module, scores: Mapping[str, Float[Array, "inputs outputs"
     >>> masked(model, scores).kernel[...].ravel().tolist()
     [1.0, 0.0, 3.0, 0.0]
     """
+    if not 1 <= n <= m:
+        raise ValueError(f"masked: n lies between 1 and m, got n={n} and m={m}.")
+    if (path := unhardened(model)) is not None:
+        raise ValueError(f"masked: {path} prunes its weight at each step. Pass nm.nnx.harden(model).")
     model, left = nnx.clone(model), dict(scores)
     for path, variable in parameters(model):
         if path in left:
             score, w = left.pop(path), jax.lax.stop_gradient(variable.get_value())
-            kept = groups.top(jax.lax.stop_gradient(score), 0, n, m).astype(score.dtype)
-            straight = kept + (score - jax.lax.stop_gradient(score))  # of which the second part is zero
-            variable.set_value((w * straight).astype(w.dtype))
+            if score.shape != w.shape:
+                raise ValueError(f"masked: the scores of {path} have shape {score.shape}, and it has {w.shape}.")
+            fixed = jax.lax.stop_gradient(score)
+            kept = jnp.where(groups.top(fixed, 0, n, m), w, jnp.zeros((), w.dtype))
+            zero = jnp.where(jnp.isfinite(fixed), score - fixed, 0)  # with the derivative of the score
+            variable.set_value(kept + w * zero.astype(w.dtype))
     if left:
         raise ValueError(f"masked: the model has no parameter {next(iter(left))!r}, which scores have.")
     return model

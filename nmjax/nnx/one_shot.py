@@ -70,7 +70,8 @@ def prune(
       recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``y_w``. A
         method, or its text such as "ste(2,4)", is for all layers.
       batches: Batches of inputs, as in `calibrate`.
-      solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
+      solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``. It returns an
+        `nmjax.oneshot.Solved`, whose errors are those of the result.
       in_turn: True to calibrate each block on the outputs of the pruned blocks before it, which are kept. The blocks
         are called one after another. If that is not possible, for example in a scan or a checkpoint, the whole model is
         called for each block, and the progress bar says why. Blocks that are one stack are pruned together. Only the

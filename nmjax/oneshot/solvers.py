@@ -64,7 +64,7 @@ def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
     [True, False, False, True]
     """
     w, moments = _checked(w, moments, n, m)
-    return _solved(w, largest(np.abs(w) * _norms(moments), n, m), moments, n, m)
+    return _solved(w, largest(np.abs(w) * norms_of(moments), n, m), moments, n, m)
 
 
 def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float = 0.5) -> Solved:
@@ -84,7 +84,7 @@ def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float
     size = np.abs(w)
     tiny = np.finfo(np.float64).tiny
     shares = size / np.maximum(size.sum(0, keepdims=True), tiny) + size / np.maximum(size.sum(1, keepdims=True), tiny)
-    return _solved(w, largest(shares * _norms(moments) ** power, n, m), moments, n, m)
+    return _solved(w, largest(shares * norms_of(moments) ** power, n, m), moments, n, m)
 
 
 def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01) -> Solved:
@@ -201,8 +201,11 @@ def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.nda
 def largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
     """Return the mask of the n largest of every m along the first axis. Of equal scores the first is kept."""
     groups = scores.reshape(-1, m, scores.shape[1])
+    if m > 32:
+        rank = np.argsort(np.argsort(-groups, axis=1, kind="stable"), axis=1, kind="stable")
+        return (rank < n).reshape(scores.shape)
     rank = np.zeros(groups.shape, np.int32)
-    for i in range(1, m):  # a comparison of each pair, which is faster than sorting
+    for i in range(1, m):  # a comparison of each pair, which is faster than sorting if there are few
         for j in range(i):
             ahead = groups[:, j] >= groups[:, i]
             rank[:, i] += ahead
@@ -210,8 +213,8 @@ def largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
     return (rank < n).reshape(scores.shape)
 
 
-def _norms(moments: np.ndarray) -> np.ndarray:
-    """Return the norms of the inputs as a column."""
+def norms_of(moments: np.ndarray) -> np.ndarray:
+    """Return the norms of the inputs as a column. That of an input that is always zero is tiny."""
     norms = np.sqrt(moments if moments.ndim == 1 else np.diag(moments))
     return np.where(norms > 0, norms, LEAST * norms.max() or 1.0)[:, None]
 
@@ -225,12 +228,15 @@ def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
 
 
 def _root_of_inverse(a: np.ndarray) -> np.ndarray:
-    """Return the upper triangular U of U'U = inv(a), for a symmetric a, in whose place it is computed."""
+    """Return the upper triangular U of U'U = inv(a), for a symmetric a, in whose place it is computed.
+
+    Of a only the lower triangle is read.
+    """
     factor, invert = get_lapack_funcs(("potrf", "potri"), (a,))
     root, singular = factor(a.T, overwrite_a=True)  # Fortran's order is that of the transpose
-    inverse, _ = invert(root, overwrite_c=True)
+    inverse, failed = invert(root, overwrite_c=True)
     root, indefinite = factor(inverse, overwrite_a=True)
-    if singular or indefinite:
+    if singular or failed or indefinite:
         raise ValueError("the second moments are not positive definite. Write a larger damping.")
     return root
 

@@ -192,3 +192,31 @@ def test_what_is_refused(said, name):
 def test_damping_is_positive(name):
     with pytest.raises(ValueError, match="damping must be positive"):
         SOLVERS[name](np.ones((8, 2)), np.eye(8), damping=0.0)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_change_no_argument(name, order):
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((40, 16)), rng.standard_normal((16, 8))
+    w, moments = np.array(w, order=order), np.array(x.T @ x, order=order)
+    before = w.copy(), moments.copy()
+    SOLVERS[name](w, moments)
+    np.testing.assert_array_equal(w, before[0])
+    np.testing.assert_array_equal(moments, before[1])
+
+
+def test_moments_that_no_inputs_have_are_refused():
+    with pytest.raises(ValueError, match="second moments are not positive definite. Write a larger damping"):
+        oneshot.sparsegpt(np.ones((4, 1)), np.diag([1.0, -5.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("m", [2, 4, 16, 32, 64, 128])
+def test_the_largest_are_chosen_in_order_with_ties(m):
+    """Against Python's own sort, which keeps the order of equal scores."""
+    scores = np.random.default_rng(m).integers(0, 5, (2 * m, 3)).astype(np.float64)
+    found = solvers.largest(scores, m // 2, m)
+    for group, column in itertools.product(range(2), range(3)):
+        values = scores[group * m : (group + 1) * m, column].tolist()
+        chosen = sorted(range(m), key=lambda i: -values[i])[: m // 2]
+        assert np.flatnonzero(found[group * m : (group + 1) * m, column]).tolist() == sorted(chosen)
