@@ -34,8 +34,8 @@ def first_state(sparsity, w, contract=0, out=-1):
 
 
 def of_name(name):
-    """Return a method with its defaults. MdGf has none for its schedule."""
-    return METHODS[name](2, 4, nm.exponential(1e-4)) if name == "mdgf" else METHODS[name]()
+    """Return a method with its defaults. MdGf has none for its schedule, and here are fewer tokens than V:N:M's."""
+    return METHODS[name](*{"mdgf": (2, 4, nm.exponential(1e-4)), "vnm": (2,)}.get(name, ()))
 
 
 def bits(tree):
@@ -855,7 +855,7 @@ def test_methods_times_products(name, kind, dtype):
         chex.assert_shape(result, like.shape)
         chex.assert_type(result, dtype)
         chex.assert_tree_all_finite(result)
-        assert np.mean(np.asarray(result, np.float32) != 0) >= 0.5
+        assert np.mean(np.asarray(result, np.float32) != 0) >= (0.25 if name == "vnm" else 0.5)
     if kind == "tokens" and name in ("activation", "bdwp", "dense", "mdgf", "sr_ste", "ste"):  # others: see layers
         near = 1e-5 if dtype == F32 else 0.03
         eager = run(x, w, g, ctx)
@@ -897,11 +897,11 @@ def test_each_product_has_as_few_terms_as_is_counted_and_no_fewer(method):
         g_in_dw = g_in_dw - sparsity.y_w.lam * (w - w_in_y)
         g_in_dw = np.where(np.abs(g_in_dw) < 1e-6, 0, g_in_dw)
     left = nm.flops.effective(sparsity, 1)
-    if method == "activation":  # dx, by autodiff, only of what was kept
-        left = left[0], 1 / 2, left[2]
+    if method in ("activation", "vnm"):  # dx, by autodiff, only of what was kept
+        left = left[0], left[0], left[2]
     seen = ((x_in_y, 1), (w_in_y, 0)), ((g_in_dx, 1), (w_in_dx, 1)), ((g_in_dw, 0), (x_in_dw, 0))
     for share, operands in zip(left, seen, strict=True):
-        m = 8 if share == 1 / 8 else 4
+        m = 8 if share == 1 / 8 or method == "vnm" else 4
         assert min(most_kept(value, axis, m) for value, axis in operands) == share * m
 
 
