@@ -43,7 +43,7 @@ ORDER = {
         "To write a pruner": "Pruner Grouped Selector Remembering Ctx Facts KernelForm Picture",
     },
     "nmjax.methods": {
-        "Weights": "s_ste mdgf sdgf sr_ste ste fst bdwp bi_mask random_mask",
+        "Weights": "s_ste mdgf sdgf sr_ste ste fst bdwp bi_mask slope random_mask",
         "Gradients": "mvue sdgp top_gradient",
         "Activations, and none": "activation vnm dense",
     },

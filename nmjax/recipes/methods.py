@@ -344,6 +344,29 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
     return Sparsity(y_w=sr(mse(n, m), lam), dx_w=pruners.permute(mse(n, m), every, draws))
 
 
+def slope(n: int = 2, m: int = 4) -> Sparsity:
+    """Return SLoPe's masks: a random mask of the weights that stays, and in dx a second one along the outputs.
+
+    Paper: Mozaffari et al., "SLoPe: Double-Pruned Sparse Plus Lazy Low-Rank Adapter Pretraining ...", arXiv:2405.16325.
+    The second mask keeps the largest values of the first weights that the first mask leaves, and stays too. The
+    paper's adapters, which are trained in the last percent of the steps, are left out.
+
+    Args:
+      n: Number of values kept in each group.
+      m: Size of a group.
+
+    Returns:
+      A sparsity with ``y_w`` and ``dx_w`` set.
+
+    Raises:
+      ValueError: ``n`` does not lie between 1 and ``m``.
+
+    >>> slope()
+    y_w=ste(hold(uniform(2,4,rescale=False))); dx_w=hold(mse(2,4))
+    """
+    return Sparsity(y_w=random_mask(n, m).y_w, dx_w=hold(mse(n, m)))
+
+
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
     """Return BDWP: weights pruned along the inputs forward, and along the outputs for dx.
 
