@@ -107,7 +107,7 @@ class pairs(_Joint):
 
 @dataclass(frozen=True, repr=False)
 class shared(_Joint):
-    """Let v neighbours along the other axis share their choice: ``p`` prunes the L2 norms of these v values.
+    """Let v neighbours along the other axis share a choice: ``p`` prunes their L2 norms.
 
     Each v values are multiplied by p(norm)/norm. With `mvue` the result is unbiased.
 

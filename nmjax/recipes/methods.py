@@ -345,7 +345,7 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
 
 
 def slope(n: int = 2, m: int = 4) -> Sparsity:
-    """Return SLoPe's masks: a random mask of the weights that stays, and in dx a second one along the outputs.
+    """Return SLoPe's masks: a random one of the weights that stays, and one along the outputs in dx.
 
     Paper: Mozaffari et al., "SLoPe: Double-Pruned Sparse Plus Lazy Low-Rank Adapter Pretraining ...", arXiv:2405.16325.
     The second mask keeps the largest values of the first weights that the first mask leaves, and stays too. The
@@ -423,7 +423,7 @@ def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
 
 
 def vnm(v: int = 16, n: int = 2, m: int = 8, dense_from: int | None = None) -> Sparsity:
-    """Return V:N:M activations: of every m features 4 are kept in v consecutive tokens, and n of them in each token.
+    """Return V:N:M activations: v tokens share 4 of every m features, of which each keeps n.
 
     Paper: arXiv:2602.06183, of which we know the abstract: 2:4 weights, V:N:M activations behind a squared ReLU, and
     dense steps at the end. The format is that of Castro et al., "VENOM", arXiv:2310.02065. Our decisions: the 4

@@ -811,7 +811,9 @@ def test_state_of_a_kernel_with_two_input_axes(sizes):
     np.testing.assert_allclose(y, np.einsum("bqhd,hdo->bqo", x, kept), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("s_ste", "fst", "bi_mask", "slope", "random_mask")])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in ("s_ste", "fst", "bi_mask", "slope", "random_mask")]
+)
 def test_methods_that_remember_nothing_have_no_state(name):
     assert first_state(of_name(name), normal(0, 8, 8)) == {}
 
