@@ -35,7 +35,7 @@ ORDER = {
         "Prune arrays, products and functions": (
             "prune show einsum dot_general conv_general_dilated ragged_dot transform fused"
         ),
-        "Pruners": "mse mvue mvue_approx uniform soft transposable rows pairs wanda ria identity",
+        "Pruners": "mse mvue mvue_approx uniform soft transposable rows pairs shared wanda ria identity",
         "Gradient rules of weights": "ste sr_ste decay",
         "Pruners made of others": "raw rescale fp8 fp4 chain hold permute stages stage",
         "Schedules": "constant linear cosine exponential stairs optax_schedule",
@@ -43,9 +43,9 @@ ORDER = {
         "To write a pruner": "Pruner Grouped Selector Remembering Ctx Facts KernelForm Picture",
     },
     "nmjax.methods": {
-        "Weights": "s_ste mdgf sdgf sr_ste ste fst bdwp bi_mask random_mask",
+        "Weights": "s_ste mdgf sdgf sr_ste ste fst bdwp bi_mask slope random_mask",
         "Gradients": "mvue sdgp top_gradient",
-        "Activations, and none": "activation dense",
+        "Activations, and none": "activation vnm dense",
     },
     "nmjax.nnx": {
         "Train": "sparsify plan set_step harden patterns violations",

@@ -27,7 +27,7 @@ DRAWN = "y_w=ste(hold(uniform(2,4,rescale=False)))"
 METHODS = (
     "ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "s_ste(2,4,fp8=True)", "sdgp(2,4,over='group')", "mvue(2,4)",
     "fst(every=3)", "bi_mask(every=2,draws=4)", "bdwp()", "mdgf(2,4,linear(1,0,9))", "sdgf(1,4,steps=8)",
-    "top_gradient(2,4)", "y_x=ste(mse(2,4))", "dw_x=mvue(2,4)", DRAWN, EVERY,
+    "top_gradient(2,4)", "y_x=ste(mse(2,4))", "dw_x=mvue(2,4)", "vnm(2)", "slope()", DRAWN, EVERY,
 )  # fmt: skip
 STEP, MICRO, SEED = 3, 1, 5
 

@@ -10,9 +10,9 @@ from nmjax.pruners.float4 import fp4
 from nmjax.pruners.float8 import fp8
 from nmjax.pruners.in_stages import stage, stages
 from nmjax.pruners.input_norms import ria, wanda
+from nmjax.pruners.joint_choices import pairs, shared
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
-from nmjax.pruners.pairs_of_values import pairs
 from nmjax.pruners.random_choice import uniform
 from nmjax.pruners.remembering import hold, permute
 from nmjax.pruners.soft_threshold import soft
@@ -37,6 +37,7 @@ __all__ = [
     "rescale",
     "ria",
     "rows",
+    "shared",
     "soft",
     "sr_ste",
     "stage",

@@ -344,6 +344,29 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
     return Sparsity(y_w=sr(mse(n, m), lam), dx_w=pruners.permute(mse(n, m), every, draws))
 
 
+def slope(n: int = 2, m: int = 4) -> Sparsity:
+    """Return SLoPe's masks: a random one of the weights that stays, and one along the outputs in dx.
+
+    Paper: Mozaffari et al., "SLoPe: Double-Pruned Sparse Plus Lazy Low-Rank Adapter Pretraining ...", arXiv:2405.16325.
+    The second mask keeps the largest values of the first weights that the first mask leaves, and stays too. The
+    paper's adapters, which are trained in the last percent of the steps, are left out.
+
+    Args:
+      n: Number of values kept in each group.
+      m: Size of a group.
+
+    Returns:
+      A sparsity with ``y_w`` and ``dx_w`` set.
+
+    Raises:
+      ValueError: ``n`` does not lie between 1 and ``m``.
+
+    >>> slope()
+    y_w=ste(hold(uniform(2,4,rescale=False))); dx_w=hold(mse(2,4))
+    """
+    return Sparsity(y_w=random_mask(n, m).y_w, dx_w=hold(mse(n, m)))
+
+
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
     """Return BDWP: weights pruned along the inputs forward, and along the outputs for dx.
 
@@ -397,6 +420,35 @@ def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
     if layer == "up":
         return Sparsity(dx_g=p, dw_g=p)
     raise ValueError(f"activation: layer is 'down' or 'up', got {layer!r}.")
+
+
+def vnm(v: int = 16, n: int = 2, m: int = 8, dense_from: int | None = None) -> Sparsity:
+    """Return V:N:M activations: v tokens share 4 of every m features, of which each keeps n.
+
+    Paper: arXiv:2602.06183, of which we know the abstract: 2:4 weights, V:N:M activations behind a squared ReLU, and
+    dense steps at the end. The format is that of Castro et al., "VENOM", arXiv:2310.02065. Our decisions: the 4
+    features are those of the largest L2 norms, and dw multiplies the same activations. For 2:4 weights write
+    ``vnm(); y_w=ste(soft(2,4))``.
+
+    Args:
+      v: Number of consecutive tokens that share features. It must divide their number.
+      n: Number of values kept in each group of m, from 1 to 4.
+      m: Size of a group, more than 4.
+      dense_from: First step of the dense tail; None is no tail.
+
+    Returns:
+      A sparsity with ``y_x`` set.
+
+    Raises:
+      ValueError: n does not lie between 1 and 4, or m is not more than 4, or v is less than 1.
+
+    >>> vnm(32, m=16)
+    y_x=chain(shared(mse(4,16),32),mse(2,16))
+    """
+    if not 1 <= n <= 4 < m:
+        raise ValueError(f"vnm: n lies between 1 and 4, and m is more than 4; got n={n} and m={m}.")
+    x: Pruner = pruners.chain(pruners.shared(mse(4, m), v), mse(n, m))
+    return Sparsity(y_x=x if dense_from is None else pruners.stages(((0, x), (dense_from, identity))))
 
 
 def top_gradient(n: int = 2, m: int = 4) -> Sparsity:

@@ -334,8 +334,12 @@ LEFT = {
     "fst(2,8,lam=0,dense_from=9)": (1 / 4, 1 / 4, 1 / 4),
     "bi_mask(2,4)": (1 / 2, 1 / 2, 1),
     "bdwp(1,4)": (1 / 4, 1 / 4, 1),
+    "slope(1,4)": (1 / 4, 1 / 4, 1),
     "activation(2,4)": (1 / 2, 1, 1 / 2),
     "activation(2,4,'up')": (1, 1 / 2, 1 / 2),
+    "vnm()": (1 / 4, 1, 1),
+    "vnm(2,1,16)": (1 / 16, 1, 1),
+    "vnm(dense_from=9)": (1 / 4, 1, 1),
     "top_gradient(2,4)": (1, 1, 1 / 2),
     # of two operands the sparser counts, of a chain the sparsest
     "y_x=mse(2,8); y_w=ste(mse(2,4))": (1 / 4, 1, 1),

@@ -84,6 +84,8 @@ CASES = [
     Case(nm.chain(mvue(2, 4), nm.fp4("random")), (2, 4), local=False),
     Case(nm.pairs(mse(2, 4)), (4, 8), chooses_blindly=True, final="pairs(mse(2,4))"),
     Case(nm.pairs(mvue(2, 4)), (4, 8), chooses_blindly=True),
+    Case(nm.shared(mse(2, 4), 2), (2, 4), local=False, chooses_blindly=True, final="shared(mse(2,4),v=2)"),
+    Case(nm.chain(nm.shared(mvue(4, 8), 2), mvue(2, 8)), (2, 8), local=False, chooses_blindly=True),
     Case(nm.ste(mse(1, 4)), (1, 4), commutes=True, final="mse(1,4)"),
     Case(nm.ste(mvue(2, 4)), (2, 4)),
     Case(nm.sr_ste(mse(2, 4), 6e-5), (2, 4), commutes=True, final="mse(2,4)"),

@@ -127,6 +127,7 @@ PAPERS = {  # as shared by a method and the pruners that are its idea
     "2102.08124": (nm.transposable,),
     "2302.06058": (nm.methods.bi_mask, nm.permute),
     "2309.13015": (nm.methods.bdwp,),
+    "2405.16325": (nm.methods.slope,),
     "2503.16672": (nm.methods.activation,),
     "1308.3432": (nm.methods.ste, nm.ste),
     "2209.05433": (nm.fp8,),
@@ -141,4 +142,20 @@ def test_help_names_the_paper(number):
 
 def test_every_method_has_a_paper():
     with_paper = {value for values in PAPERS.values() for value in values}
-    assert {name for name, method in spec.METHODS.items() if method not in with_paper} == {"dense", "random_mask"}
+    without = {name for name, method in spec.METHODS.items() if method not in with_paper}
+    assert without == {"dense", "random_mask", "vnm"}  # that of vnm has no name that we know
+
+
+def test_slope_prunes_twice_by_masks_that_stay():
+    """dx multiplies the weight under both masks, by hand, also after the weight has changed."""
+    x, w, moved = (jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3))
+    sparsity = nm.methods.slope()
+    ctx = nm.Ctx(key=4)
+    state = sparsity.init(w, contract=0, out=1, ctx=ctx)
+    first = state["y_w"]
+    assert (np.asarray(first).reshape(2, 4, 8).sum(1) == 2).all()
+    second = nm.mse(2, 4).mask(jnp.where(first, w, 0), 1)
+    run = lambda x, w: nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(key=4, state=state))
+    y, gradient = jax.vjp(run, x, moved)
+    np.testing.assert_allclose(y, x @ jnp.where(first, moved, 0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient(y)[0], y @ jnp.where(first & second, moved, 0).T, rtol=1e-5, atol=1e-5)
