@@ -6,7 +6,8 @@ python -m experiments.studies baselines    what simple methods reach on the same
 python -m experiments.studies descent      the actual and the predicted descent of a step
 python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
-python -m experiments.studies one_shot     the perplexity of Gemma 3 270M and SmolLM2 135M, 2:4 in one shot
+python -m experiments.studies one_shot     the perplexity of Gemma 3 270M, 2:4 in one shot
+python -m experiments.studies smollm2      SmolLM2 135M pruned in one shot, and trained after it
 python -m experiments.studies times        the time of a step of every config of the studies with claims
 python -m experiments.studies recover      what one-shot pruning and sparse fine-tuning cost a pretrained encoder
 """
@@ -23,7 +24,7 @@ from experiments import collected, files
 from experiments.errors import Failed, Mistake
 from experiments.training import device, digest, provenance
 
-NAMES = ("baselines", "descent", "dw", "noise", "one_shot", "recover", "times")
+NAMES = ("baselines", "descent", "dw", "noise", "one_shot", "recover", "smollm2", "times")
 RESULTS = Path(__file__).parent.parent / "results"
 
 

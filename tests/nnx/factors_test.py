@@ -66,7 +66,9 @@ def test_what_does_not_fit_is_refused():
         low_rank(hard, "head", 2, rngs=nnx.Rngs(0))
     size = {"width": 8, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 16, "vocabulary": 9, "length": 4}
     scanned = nm.models.Decoder(**size, scan=True, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"blocks/.* has shape \(2, .*only matrices .* are changed. Name others; a model"):
+    with pytest.raises(
+        ValueError, match=r"blocks/.* has shape \(2, .*only matrices .* are changed. Name others; a model"
+    ):
         low_rank(scanned, ".*", 2, rngs=nnx.Rngs(0))
     sparse = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
     with pytest.raises(ValueError, match="prunes its weight at each step. Pass nm.nnx.harden"):
