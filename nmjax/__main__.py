@@ -82,10 +82,10 @@ def _whole(text: str) -> int:
 
 def _memory(text: str) -> float:
     """Return the bytes that a text such as 8GB or 500MB is, for argparse."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([GM])B?", text, re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([GMK])B?", text, re.IGNORECASE)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB or 500MB")
-    return float(found[1]) * (1e9 if found[2] in "Gg" else 1e6)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB, 500MB or 900KB")
+    return float(found[1]) * {"G": 1e9, "M": 1e6, "K": 1e3}[found[2].upper()]
 
 
 class _Help(argparse.HelpFormatter):

@@ -200,7 +200,7 @@ def save(
         raise CheckpointError(f"the model is sparse: it prunes at {layer}. Save nm.nnx.harden(model).")
     about, tensors, folder = family_at(like, family), opened(like), Path(path)
     check_target(folder, like, overwrite)
-    config: dict[str, Any] = {} if family else _config(like)
+    config = read_config(Path(like))
     values = _blocks(
         {name: v.get_value() for name, v in _by_path(nnx.state(model, nnx.Param)).items() if 0 not in v.shape}
     )
@@ -212,7 +212,7 @@ def save(
     except CheckpointError as error:
         raise CheckpointError(f"{like}: {error}") from None
     texts: dict[str, Any] = {}
-    if new and not family:
+    if new and config:
         labels = {str(i): f"LABEL_{i}" for i in range(classes)}
         texts["config.json"] = config | ({"num_classes": classes} if "architecture" in config else {
             "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
@@ -446,7 +446,10 @@ def family_at(path: str | os.PathLike[str], family: Kind | None) -> Family:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of a field of another type
-        raise CheckpointError(f"{path}: a field of config.json has an unexpected value: {error}.") from error
+        missing = isinstance(error, KeyError)
+        what = "config.json has no field" if missing else "a field of config.json is not as expected:"
+        by = "" if family is None else f"{getattr(family, '__name__', 'family')}: "
+        raise CheckpointError(f"{path}: {by}{what} {error}.") from error
 
 
 def _table(about: Family, new: bool) -> Table:

@@ -357,7 +357,9 @@ def _spare(steps: Steps, moments: bool, memory: float) -> float:
 
 
 def _size(count: float) -> str:
-    """Return bytes in MB or GB, rounded up."""
+    """Return bytes in KB, MB or GB, rounded up."""
+    if count < 1e6:
+        return f"{math.ceil(count / 1e3)} KB"
     return f"{math.ceil(count / 1e6)} MB" if count < 1e9 else f"{math.ceil(count / 1e8) / 10} GB"
 
 

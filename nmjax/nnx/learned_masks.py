@@ -53,6 +53,8 @@ def mask_scores(
       ValueError: No kernel has such a path, one is no matrix [inputs, outputs], two are one weight, m does not divide
         the inputs, a layer was not calibrated, or the model prunes its weights at each step.
     """
+    if m < 1:
+        raise ValueError(f"mask_scores: m is the size of a group, at least 1, got {m}.")
     scores = {}
     for layer in matrices(model, names, "mask_scores"):
         size = jnp.abs(groups.wide(layer.kernel.get_value()))
@@ -60,6 +62,8 @@ def mask_scores(
             if layer.path not in inputs:
                 raise ValueError(f"mask_scores: inputs has no statistics of {layer.path or 'the model'}.")
             size = size * jnp.asarray(norms_of(inputs[layer.path].squares), size.dtype)
+        if len(size) % m:
+            raise ValueError(f"mask_scores: m={m} does not divide the {len(size)} inputs of {layer.kernel_path}.")
         group = groups.split(size, 0, m)
         mean = jnp.mean(group, 1, keepdims=True)
         scores[layer.kernel_path] = (group / jnp.where(mean > 0, mean, 1)).reshape(size.shape)

@@ -216,6 +216,10 @@ class Steps:
             prefix = "/".join(filter(None, (begin, place)))
             for free in module.free_inputs() if hasattr(module, "free_inputs") else ():
                 path = f"{prefix}/{free.layer}".lstrip("/")
+                for name in (free.layer, *free.made_by):
+                    if f"{prefix}/{name}".lstrip("/") not in self.layers:
+                        owner = prefix or "the model"
+                        raise ValueError(f"prune: free_inputs of {owner} names {name!r}, which is no layer of it.")
                 if path in inputs:
                     if inputs[path].squares.ndim > 1:
                         raise ValueError(f"prune: {path} is a stack. permute=True needs blocks in a list: scan=False.")

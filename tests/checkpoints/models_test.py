@@ -180,6 +180,18 @@ def test_a_head_for_tokens_is_not_taken_for_one_for_texts(tmp_path):
     assert (read(tmp_path / "saved")["head.dense.weight"] == model.pooler.kernel[...].T).all()
 
 
+def test_a_new_head_of_a_family_of_ones_own_is_told_in_the_config(tmp_path):
+    def family(config, names):
+        return family_of({**config, "model_type": "bert"}, names)
+
+    source = changed(tmp_path / "source", "bert-classifier", {"model_type": "electra"})
+    model = load(source, classes=5, family=family, rngs=nnx.Rngs(0))
+    save(tmp_path / "saved", model, like=source, family=family)
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert (len(config["id2label"]), config["model_type"]) == (5, "electra")
+    assert load(tmp_path / "saved", family=family).head.kernel.shape == (16, 5)
+
+
 @pytest.mark.parametrize("kind", ["clip-text", "clip-vision"])
 def test_a_tower_of_a_whole_clip_is_taken_and_the_other_is_written_back(kind, tmp_path):
     towers = {"text": "clip-text", "vision": "clip-vision"}
@@ -351,7 +363,7 @@ def test_a_function_that_returns_a_family(tmp_path):
         (lambda config, names: 3, "family is an nm.checkpoints.Family, or a function of the config and the names that "
          "returns one, got 3."),
         ({"model": nnx.Linear}, "that returns one, got {'model': <class"),
-        (lambda config, names: config["width"], "a field of config.json has an unexpected value: 'width'"),
+        (lambda config, names: config["width"], "config.json has no field 'width'"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=re.escape(said)):
             load(tmp_path, family=family)
@@ -552,8 +564,8 @@ REFUSED = {
     "has global_pool='map'. nmjax supports only 'token'": ("timm", {"model_args": {"global_pool": "map"}}, {}),
     "config.json has norm_layer='rms'. nmjax does not support": ("timm", {"model_args": {"norm_layer": "rms"}}, {}),
     "architecture='resnet50'. Of timm's models, only vit_SIZE": ("timm", {"architecture": "resnet50"}, {}),
-    "a field of config.json has an unexpected value: 'list' object": ("timm", {"model_args": [1]}, {}),
-    "a field of config.json has an unexpected value: list index":
+    "a field of config.json is not as expected: 'list' object": ("timm", {"model_args": [1]}, {}),
+    "a field of config.json is not as expected: list index":
         ("timm", {"model_args": {}, "pretrained_cfg": {"input_size": [3]}}, {}),
     "has num_hidden_layers='two', which is not a whole number above 0": ("gemma3", {"num_hidden_layers": "two"}, {}),
     "gives depth=10,000,000, but the checkpoint has only": ("gemma3", {"num_hidden_layers": 10_000_000}, {}),
@@ -566,8 +578,8 @@ REFUSED = {
     "has quantization_config={'bits': 4}. nmjax does not support": ("gemma3", {"quantization_config": {"bits": 4}}, {}),
     "has partial_rotary_factor=0.5. nmjax supports only 1": ("gemma3", {"partial_rotary_factor": 0.5}, {}),
     "has sliding_window='a', which is not a whole number above 0": ("gemma3", {"sliding_window": "a"}, {}),
-    "a field of config.json has an unexpected value: 'list'": ("gemma3", {ROPE: ["default"]}, {}),
-    "a field of config.json has an unexpected value: 'factor'": ("gemma3", {ROPE: {"rope_type": "linear"}}, {}),
+    "a field of config.json is not as expected: 'list'": ("gemma3", {ROPE: ["default"]}, {}),
+    "config.json has no field 'factor'": ("gemma3", {ROPE: {"rope_type": "linear"}}, {}),
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_what_is_refused_or_odd():
         mask_scores(dense, ".*kernel", inputs)
     with pytest.raises(ValueError, match="mask_scores: no kernel of a registered layer has a path that matches 'none'"):
         mask_scores(dense, "none")
-    with pytest.raises(ValueError, match="8 values, which do not divide into groups of 3"):
+    with pytest.raises(ValueError, match="mask_scores: m=3 does not divide the 8 inputs of layers/0/kernel"):
         mask_scores(dense, ".*kernel", m=3)
     with pytest.raises(ValueError, match="mask_scores: layers/0/nm_state prunes its weight at each step"):
         mask_scores(nm.nnx.sparsify(model(), nm.Recipe({".*": "ste(2,4)"})), ".*kernel")

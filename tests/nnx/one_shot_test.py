@@ -154,3 +154,27 @@ def test_an_order_needs_modules_that_list_free_inputs():
     stack = nm.models.GPT(heads=2, hidden=8, vocabulary=8, length=8, width=8, depth=2, scan=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="is a stack. permute=True needs blocks in a list: scan=False"):
         nm.nnx.prune(stack, BLOCKS, [jnp.zeros((4, 8), int)], permute=True)
+
+
+def test_free_inputs_that_name_no_layer_are_refused():
+    class Mlp(nnx.Module):
+        def __init__(self):
+            self.up, self.down = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+
+        def free_inputs(self):
+            return [nm.oneshot.FreeInputs("dwn", ("up",))]
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List([Mlp(), Mlp()])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    with pytest.raises(ValueError, match="prune: free_inputs of blocks/0 names 'dwn', which is no layer of it"):
+        nm.nnx.prune(Net(), nm.Recipe({".*": "ste(2,4)"}), [jnp.ones((9, 4))], permute=True)
