@@ -6,7 +6,6 @@ They compute in float64 with NumPy, on the host.
 from typing import NamedTuple
 
 import numpy as np
-from scipy.linalg import get_lapack_funcs
 
 from nmjax.pruners.input_norms import LEAST
 
@@ -232,6 +231,8 @@ def _root_of_inverse(a: np.ndarray) -> np.ndarray:
 
     Of a only the lower triangle is read.
     """
+    from scipy.linalg import get_lapack_funcs  # here, because `import nmjax` would take longer
+
     factor, invert = get_lapack_funcs(("potrf", "potri"), (a,))
     root, singular = factor(a.T, overwrite_a=True)  # Fortran's order is that of the transpose
     inverse, failed = invert(root, overwrite_c=True)

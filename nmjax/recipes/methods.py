@@ -443,7 +443,7 @@ def vnm(v: int = 16, n: int = 2, m: int = 8, dense_from: int | None = None) -> S
       ValueError: n does not lie between 1 and 4, or m is not more than 4, or v is less than 1.
 
     >>> vnm(32, m=16)
-    y_x=chain(shared(mse(4,16),32),mse(2,16))
+    y_x=chain(shared(mse(4,16),v=32),mse(2,16))
     """
     if not 1 <= n <= 4 < m:
         raise ValueError(f"vnm: n lies between 1 and 4, and m is more than 4; got n={n} and m={m}.")
