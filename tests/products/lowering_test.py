@@ -13,7 +13,7 @@ pytestmark = pytest.mark.sampled
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", spec.METHODS)
 def test_gradients_lower(name, platform):
-    s = nm.parse({"sdgp": "sdgp(over='group')", "mdgf": "mdgf(2,4,exponential(1e-4))"}.get(name, name))
+    s = nm.parse({"sdgp": "sdgp(over='group')", "mdgf": "mdgf(2,4,exponential(1e-4))", "vnm": "vnm(2)"}.get(name, name))
     x, w = jax.ShapeDtypeStruct((2, 8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
 
     def loss(x, w, step):
