@@ -36,7 +36,7 @@ CASES = (  # model, method, tokens
 )
 BLOCKS = 8  # in a shard
 RUN = """
-import json, resource, sys, time
+import json, sys, time
 import jax.numpy as jnp
 import numpy as np
 import nmjax as nm
@@ -60,7 +60,10 @@ recipe = nm.Recipe((("blocks/.*", "ste(2,4)"), (".*", "dense")))
 began = time.perf_counter()
 given = {} if method == "magnitude" else {"batches": batches, "solver": getattr(nm.oneshot, method)}
 nm.checkpoints.prune(source, target, recipe, progress=True, **given)
-print(json.dumps([time.perf_counter() - began, sum(parts), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+seconds = time.perf_counter() - began
+with open("/proc/self/status") as lines:  # the ru_maxrss of a child begins at its parent's
+    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+print(json.dumps([seconds, sum(parts), peak]))
 """
 
 
