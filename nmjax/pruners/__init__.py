@@ -12,7 +12,7 @@ from nmjax.pruners.float8 import fp8
 from nmjax.pruners.in_stages import stage, stages
 from nmjax.pruners.input_norms import ria, wanda
 from nmjax.pruners.joint_choices import pairs, shared
-from nmjax.pruners.magnitude import mse
+from nmjax.pruners.magnitude import mse, nonzeros
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.random_choice import uniform
 from nmjax.pruners.remembering import hold, permute
@@ -34,6 +34,7 @@ __all__ = [
     "mse",
     "mvue",
     "mvue_approx",
+    "nonzeros",
     "pairs",
     "permute",
     "raw",
