@@ -186,12 +186,23 @@ def _priced(a: jax.Array, n: int) -> jax.Array:
     m = len(a)
     if n == m:
         return jnp.ones_like(a, bool)
+    turned = _turned(a)
+    turn = lambda v: jnp.where(turned, jnp.swapaxes(v, 0, 1), v)
+    a = turn(a)
     tied = a * _tie_breaker(m, a.dtype)  # repairs do not see it
     step = lambda _, prices: _cut(tied - _cut(tied - prices, 1, n), 0, n)
     keys = _keys(tied - lax.fori_loop(0, ROUNDS, step, jnp.zeros_like(a[:1])), 1)
     kept = keys >= _largest(keys, 1, n)[0]
     off = lambda kept: jnp.any(jnp.sum(kept, 0, dtype=jnp.int32) != n)
-    return lax.while_loop(off, lambda kept: _repaired(a, kept, n), kept)
+    return turn(lax.while_loop(off, lambda kept: _repaired(a, kept, n), kept))
+
+
+def _turned(a: jax.Array) -> jax.Array:
+    """Return for each tile or its transpose True, and for the other False, so that both get the same mask."""
+    kind = np.dtype(f"uint{8 * a.dtype.itemsize}")
+    bits, odd = lax.bitcast_convert_type(a, kind), np.arange(1, 2 * len(a), 2, dtype=kind) ** 3
+    total = lambda shape: jnp.sum(bits * odd.reshape(shape), (0, 1), dtype=kind)  # of integers, in any order
+    return total((-1, 1, 1)) < total((1, -1, 1))
 
 
 def _tie_breaker(m: int, dtype: DTypeLike) -> jax.Array:
