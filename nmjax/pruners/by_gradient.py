@@ -55,7 +55,7 @@ class ByGradient(Selector, Grouped, Remembering):
         """Return the array of the state. Refuse a state that is not of this weight."""
         if ctx.state is None:
             raise ValueError(f"{self} keeps state between steps and was given none: pass what its init returns.")
-        held = ctx.state[0] if isinstance(ctx.state, (tuple, list)) and len(ctx.state) == 2 else None
+        held: Any = ctx.state[0] if isinstance(ctx.state, (tuple, list)) and len(ctx.state) == 2 else None
         shape = getattr(held, "shape", None)
         if shape != x.shape:
             raise ValueError(
@@ -112,10 +112,11 @@ class _Scored(ByGradient):
 
 @dataclass(frozen=True, repr=False)
 class saliency(_Scored):
-    """Keep the n of every m whose removal would change the loss most, by its first derivative: ``|w * gradient|``.
+    """Keep the n of every m with the largest ``|w * gradient|``.
 
-    Papers: Molchanov et al., "Importance Estimation for Neural Network Pruning" (arXiv 1906.10771); Lee et al., "SNIP:
-    Single-shot Network Pruning based on Connection Sensitivity" (arXiv 1810.02340). Of batch t::
+    To first order, this is the change of the loss if the weight is removed. Papers: Molchanov et al., "Importance
+    Estimation for Neural Network Pruning" (arXiv 1906.10771); Lee et al., "SNIP: Single-shot Network Pruning based on
+    Connection Sensitivity" (arXiv 1810.02340). Of batch t::
 
         score_t = decay * score_{t-1} + |w_t * gradient_t|
 
@@ -190,7 +191,7 @@ class movement(_Scored):
 
 @dataclass(frozen=True, repr=False)
 class regrow(ByGradient):
-    """Keep a mask, in which now and then the smallest weights give way to those with the largest gradients.
+    """Keep a mask, in which the smallest weights now and then give way to those of large gradients.
 
     Paper: Evci et al., "Rigging the Lottery: Making All Tickets Winners" (arXiv 1911.11134). At a multiple of ``every``
     each group of m drops the ``k`` smallest of the n weights that it keeps, and keeps instead the k others whose

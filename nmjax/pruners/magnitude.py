@@ -53,7 +53,7 @@ class mse(Selector, Grouped):
 
 @dataclass(frozen=True, repr=False)
 class nonzeros(Grouped):
-    """Keep the non-zeros of groups that have at most n of them in every m. In other groups, what is kept is NaN.
+    """Keep the non-zeros, at most n of every m. What is kept of a group that has more is NaN.
 
     It says of an operand that it has zeros already, and changes no value. ``dw_g=rows(nonzeros(n, m))`` skips tokens
     whose gradients are zero, such as padding, if at most n of every m consecutive tokens have others. m may be the

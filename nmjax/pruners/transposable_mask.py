@@ -228,7 +228,9 @@ def _comparisons(m: int, results: tuple[int, ...]) -> tuple[tuple[int, int], ...
     They are those of Batcher's odd-even merge sort for a power of two of which the last places would hold infinities,
     and of them those on which the results depend.
     """
-    pairs, size = [], 1
+    pairs: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
+    size = 1
     while size < m:
         step = size
         while step:
@@ -237,7 +239,7 @@ def _comparisons(m: int, results: tuple[int, ...]) -> tuple[tuple[int, int], ...
                 pairs += [(i, i + step) for i in near if i // (2 * size) == (i + step) // (2 * size)]
             step //= 2
         size *= 2
-    needed, found = set(results), []
+    needed = set(results)
     for pair in reversed(pairs):
         if needed.intersection(pair):
             needed.update(pair)
