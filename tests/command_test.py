@@ -143,6 +143,8 @@ WRONG = {
     "nmjax verify: n must be at least 1 and less than m, got n=4 and m=2":
         ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
     "nmjax verify: the programs are torch, cusparselt, tensorrt, got 'jax'": ["verify", GOLDEN / "bert", "--for=jax"],
+    "nmjax prune: --layers 'block/.*' matches no layer of the model, whose layers are blocks/\\d+/":
+        ["prune", GOLDEN / "bert", "--method", "magnitude", "--out", "x", "--layers", "block/.*"],
     "nmjax plan: a rule is PATTERN=SPARSITY": ["plan", GOLDEN / "bert", "blocks"],
     "nmjax plan: rule 'blocks/.*': 'ste(2,5' is not a method": ["plan", GOLDEN / "bert", "blocks/.*=ste(2,5"],
 }  # fmt: skip
@@ -166,6 +168,7 @@ TABLE = Table((Rename("layers.{n}.w", "blocks/{n}/kernel", (1, 0)),))
 def own(config, names):
     return Family(Net, {"width": config["d"], "depth": len(names)}, TABLE)
 
+TYPO = Family(Net, {"widht": 8, "depth": 2}, TABLE)
 FIXED = Family(Net, {"width": 8, "depth": 2}, TABLE)
 NEITHER = 3
 """
@@ -205,6 +208,8 @@ OWN_MISTAKES = {
     "nmjax plan: --family: our_kind:owns: the module our_kind (": "our_kind:owns",
     "nmjax plan: net: family is an nm.checkpoints.Family, or a function of the config and the names that returns one, "
     "got 3.": "our_kind:NEITHER",
+    "nmjax plan: net: the model Net cannot be made, because of its arguments, which are the options of its family and "
+    "those of the caller: missing a required argument: 'width'.": "our_kind:TYPO",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from nmjax.core import groups
 from nmjax.pruners.unbiased import _unrolled, _whole
 
 GOALS = {"mse(2,4)": "2", "mvue(2,4)": "3, bf16 4", "soft(2,4)": "3", "transposable(2,4)": "2.5"}
+GOALS |= {"chain(shared(mse(4,8),16),mse(2,8))": "3", "transposable(16,32)": "10"}
 FEED_FORWARD = ("dense", "ste()", "s_ste()", "s_ste(gradient='mvue_approx')")
 COLUMNS = [(dtype, where) for dtype in (jnp.float32, jnp.bfloat16) for where in ("first", "last", "middle")]
 
@@ -108,7 +109,7 @@ def transforms(size: int, rounds: int) -> Iterator[Table]:
     ways["mvue by sorting"] = partial(sorted_mvue, n=2, m=4)
     costs = in_copies(ways, size, rounds)
     yield Table(
-        "2:4", f"Copies of a {size} x {size} array (middle: 64 x {size} x {size // 64}); aim at most.",
+        "Pruners", f"Copies of a {size} x {size} array (middle: 64 x {size} x {size // 64}); aim at most.",
         ["", "aim", *head], {name: [GOALS.get(name, ""), *costs[name]] for name in ways},
     )  # fmt: skip
     others = {name: way for n, m in ((1, 8), (4, 8), (1, 32), (1, 128)) for name, way in _ways(n, m).items()}

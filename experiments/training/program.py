@@ -281,6 +281,7 @@ class Program:
             forms = self._packed(params, state.rest, now)
             rest, (grads, figures) = self._accumulated(partial(self._gradients, params, now, forms), state.rest, batch)
         with jax.named_scope("update"):
+            rest = self._observed(params, rest, grads)
             masks = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
             updates, opt = self.tx.update(grads, state.opt, params, **masks)
             params = optax.apply_updates(params, updates)
@@ -288,6 +289,15 @@ class Program:
             rate = jnp.asarray(self.rate(state.step), jnp.float32)
             figures |= {"gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return State(state.step + 1, state.seed, params, rest, opt, ema), figures
+
+    def _observed(self, params: Any, rest: Any, grads: Any) -> Any:
+        """Return the `rest` after the gradients of a step, by which some pruners choose."""
+        pruners = (p for layer in self.plan.layers for p in (layer.sparsity.y_w, layer.sparsity.dx_w))
+        if not any(p.facts.reads_gradient for p in pruners):
+            return rest
+        model = nnx.merge(self.graph, params, rest, copy=True)
+        nm.nnx.observe(model, grads)
+        return nnx.as_pure(nnx.split(model, nnx.Param, ...)[2])
 
     def _now(self, state: State) -> jax.Array:
         """Return the step that methods read: the run's, or for STEP the steps since its weights are sparse."""

@@ -1,5 +1,6 @@
 """Loads models from checkpoints, and saves them as checkpoints of the same form."""
 
+import inspect
 import json
 import os
 import re
@@ -116,7 +117,17 @@ def architecture(
     ...     return [kernel.shape for kernel in jax.tree.leaves(nnx.state(model, nnx.Param))]
     """
     about = family_at(path, family)
-    return partial(about.model, **(about.options | options))
+    make, given = about.model, about.options | options
+    takes = partial(make.__init__, None) if isinstance(make, type) else make  # the signature of a class is Flax's
+    try:
+        inspect.signature(takes).bind(rngs=None, **given)
+    except TypeError as error:
+        name = getattr(make, "__name__", make)
+        raise CheckpointError(
+            f"{path}: the model {name} cannot be made, because of its arguments, which are the options of its family "
+            f"and those of the caller: {error}."
+        ) from None
+    return partial(make, **given)
 
 
 def parameters(

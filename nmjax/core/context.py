@@ -44,6 +44,7 @@ class Ctx:
       since: The step of the earlier ``refresh`` that returned the state. If None, it is the step before.
       partner: The norms of the rows of the product's other operand, of a shape that is broadcast with the array.
         Products set it for a pruner with ``reads_partner``.
+      gradient: The gradient of the array, of its shape, for a `refresh` with ``reads_gradient``. None if there is none.
       kernels: The device whose kernels prune, such as `nmjax.kernels.tpu.Pruning`. None if XLA prunes. It is static,
         and products set it.
 
@@ -58,13 +59,14 @@ class Ctx:
     axes: Axes | None = None
     since: Any = None
     partner: jax.Array | None = None
+    gradient: jax.Array | None = None
     kernels: Any = None
 
     def replace(self, **changes: Any) -> "Ctx":
         """Return this context with some fields changed.
 
         >>> Ctx(key=0).replace(step=5)
-        Ctx(key=0, step=5, state=None, axes=None, since=None, partner=None, kernels=None)
+        Ctx(key=0, step=5, state=None, axes=None, since=None, partner=None, gradient=None, kernels=None)
         """
         return dataclasses.replace(self, **changes)
 
@@ -97,5 +99,5 @@ class Ctx:
 
 
 jax.tree_util.register_dataclass(
-    Ctx, data_fields=["key", "step", "state", "since", "partner"], meta_fields=["axes", "kernels"]
+    Ctx, data_fields=["key", "step", "state", "since", "partner", "gradient"], meta_fields=["axes", "kernels"]
 )

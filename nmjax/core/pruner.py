@@ -61,6 +61,7 @@ class Facts(NamedTuple):
       gradient_rule: It has a gradient rule. Only forward slots allow one.
       reorders: A call forms groups in another order of the whole axis, as `permute` does.
       reads_partner: A call reads the norms of the rows of the product's other operand, in ``ctx.partner``.
+      reads_gradient: `Pruner.refresh` reads the gradient of the weight, in ``ctx.gradient``.
       pattern: The n:m pattern guaranteed at every step, or None.
       pattern_across: The n:m pattern guaranteed along the other axis of a weight, or None.
       selects: A call only keeps or drops: ``p(x) == where(p.mask(x), x, 0)``.
@@ -83,6 +84,7 @@ class Facts(NamedTuple):
     gradient_rule: bool = False
     reorders: bool = False
     reads_partner: bool = False
+    reads_gradient: bool = False
     pattern: Pattern | None = None
     pattern_across: Pattern | None = None
     selects: bool = False

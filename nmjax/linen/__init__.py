@@ -27,6 +27,7 @@ from nmjax.linen.delivery import sparsify as sparsify
 from nmjax.linen.hardening import (
     harden as harden,
     masks as masks,
+    observe as observe,
     paths as paths,
     patterns as patterns,
     reset_state as reset_state,
@@ -39,8 +40,8 @@ from nmjax.linen.planning import plan as plan
 from nmjax.linen.registry import register_layer as register_layer
 
 __all__ = (
-    "gradient_errors", "harden", "masks", "paths", "patterns", "plan", "register_layer", "reset_state", "scales",
-    "set_step", "sparsify", "violations", "weights",
+    "gradient_errors", "harden", "masks", "observe", "paths", "patterns", "plan", "register_layer", "reset_state",
+    "scales", "set_step", "sparsify", "violations", "weights",
 )  # fmt: skip
 
 

@@ -15,7 +15,15 @@ from nmjax.linen.leaves import SparseWeight, leaves, sparse_weights
 from nmjax.linen.planning import other_uses, refused_use
 from nmjax.linen.variables import StateVariable
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.states import Unfinished, WeightState, moment, stored_axes, warn_unfinished
+from nmjax.programs.states import (
+    Unfinished,
+    WeightState,
+    first,
+    moment,
+    reads_gradient,
+    stored_axes,
+    warn_unfinished,
+)
 from nmjax.pruners import identity
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])
@@ -44,6 +52,43 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
     """
     now = moment(step, micro)
     return _with_layers(variables, lambda layer: (layer.state.at(layer.value, now), layer.weight))
+
+
+def observe(variables: Variables, gradients: Any) -> Variables:
+    """Return the variables after the gradients of a step, by which some pruners choose weights.
+
+    They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step.
+
+    Args:
+      variables: As in `set_step`.
+      gradients: The gradients of the collection "params", a tree of the same paths.
+
+    Raises:
+      ValueError: There is no gradient of a weight whose pruner reads it.
+
+    >>> from flax import linen as nn
+    >>> import nmjax as nm
+    >>> with nm.linen.sparsify(nm.Recipe({".*": "y_w=ste(saliency(2,4))"})):
+    ...     variables = nn.Dense(1).init(jax.random.key(0), jnp.ones((4, 4)))
+    >>> variables["params"]["kernel"] = jnp.ones((4, 1))
+    >>> variables = observe(variables, {"kernel": jnp.array([[0.], [2.], [2.], [0.]]), "bias": jnp.zeros(1)})
+    >>> print(masks(variables)["kernel"].ravel())
+    [False  True  True False]
+    """
+    given, _ = leaves({"params": gradients})
+
+    def renewed(layer: SparseWeight) -> tuple[WeightState, jax.Array]:
+        if not reads_gradient(layer.variable.sparsity):
+            return layer.state, layer.weight
+        gradient = meta.unbox(given.get(layer.where))
+        if getattr(gradient, "shape", None) != layer.weight.shape:
+            raise ValueError(
+                f"observe: {layer.weight_path} of shape {layer.weight.shape} is pruned by its gradient, and gradients "
+                "has none of this shape. Pass those of variables['params']."
+            )
+        return layer.state.observed(layer.value, first(gradient, layer.variable.axes)), layer.weight
+
+    return _with_layers(variables, renewed)
 
 
 def reset_state(variables: Variables) -> Variables:

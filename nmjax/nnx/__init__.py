@@ -17,9 +17,9 @@
 all steps, because the step is data of the model.
 
 Each pruned layer has a `SparsityState` in its attribute ``nm_state``. It holds what the method needs, in variables of
-type `SparsityVariable`: noise words, the time, and arrays such as held masks. Only `set_step`, `reset_state`, `reseed`
-and `set_norms` write them. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and
-slot, and of nothing else.
+type `SparsityVariable`: noise words, the time, and arrays such as held masks. Only `set_step`, `observe`,
+`reset_state`, `reseed` and `set_norms` write them. The noise of a step is a function of seed, layer, place in the
+stack, step, micro-step and slot, and of nothing else.
 """
 
 import nmjax.nnx.others  # noqa: F401  registers the layers of other libraries
@@ -30,6 +30,7 @@ from nmjax.nnx.calibration import (
     set_norms as set_norms,
 )
 from nmjax.nnx.delivery import (
+    observe as observe,
     reseed as reseed,
     reset_state as reset_state,
     set_step as set_step,

@@ -9,6 +9,7 @@ import jax
 from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nmjax.analysis.patterns import path
 from nmjax.nnx.checks import NO_LAYERS, check_layers, check_uses, fitted, normalised
 from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import layers, read, shape, stacked, value
@@ -225,6 +226,42 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
                 "was made. Call it outside the function that is differentiated, or merge a copy there: "
                 "nnx.merge(graphdef, state, copy=True)."
             ) from error
+
+
+def observe(model: Any, gradients: Any) -> None:
+    """Give a model the gradients of a step, by which some pruners choose weights.
+
+    They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step, with the
+    gradients that the optimizer gets; of micro-batches, with their mean. Other layers stay as they are.
+
+    Args:
+      model: The model.
+      gradients: The gradients of its parameters: what `nnx.grad` returned, or a tree of arrays of the same paths.
+
+    Raises:
+      ValueError: There is no gradient of a weight whose pruner reads it, or it has another shape.
+
+    >>> import nmjax as nm
+    >>> recipe = nm.Recipe({".*": "y_w=ste(saliency(2,4))"})
+    >>> model = nm.nnx.sparsify(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), recipe)
+    >>> gradients = nnx.grad(lambda model: model(jnp.array([[0., 9., 9., 0.]])).sum())(model)
+    >>> observe(model, gradients)
+    >>> nm.nnx.masks(model)["kernel"].ravel().tolist()
+    [False, True, True, False]
+    """
+    given = {path(keys): v for keys, v in jax.tree_util.tree_leaves_with_path(gradients)}
+    for layer, weight_state in _with_state(model):
+        if not states.reads_gradient(weight_state.sparsity):
+            continue
+        gradient = given.get(layer.kernel_path)
+        if gradient is None or gradient.shape != layer.kernel.shape:
+            found = "none" if gradient is None else f"one of shape {gradient.shape}"
+            raise ValueError(
+                f"observe: {layer.kernel_path} of shape {layer.kernel.shape} is pruned by its gradient, "
+                f"{weight_state.sparsity}, and gradients has {found}."
+            )
+        with jax.named_scope(weight_state.name):
+            store(layer, read(layer).observed(value(layer), states.first(gradient, layer.stack)))
 
 
 def reset_state(model: Model) -> Model:

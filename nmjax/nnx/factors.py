@@ -80,7 +80,10 @@ def matrices(model: nnx.Module, names: str, caller: str) -> list[Layer]:
     """
     if (path := unhardened(model)) is not None:
         raise ValueError(f"{caller}: {path} prunes its weight at each step. Pass nm.nnx.harden(model).")
-    chosen = [layer for layer in layers(model) if layer.has_weight and re.fullmatch(names, layer.kernel_path)]
+    try:
+        chosen = [layer for layer in layers(model) if layer.has_weight and re.fullmatch(names, layer.kernel_path)]
+    except re.error as error:
+        raise ValueError(f"{caller}: {names!r} is not a regular expression: {error}.") from None
     if not chosen:
         raise ValueError(f"{caller}: no kernel of a registered layer has a path that matches {names!r}.")
     for layer in chosen:

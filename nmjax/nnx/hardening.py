@@ -103,7 +103,7 @@ def harden_without_warning(model: Model) -> tuple[Model, list[states.Unfinished]
         state, kernel, pattern = read(layer), layer.kernel, _pattern(layer)
         p, rest = state.form(shape(layer))
         if p == identity or id(kernel) in done:
-            found.append(([], (layer.path, states.inputs_unfinished(layer.sparsity, state.time))))
+            found.append(([], (layer.path, states.inputs_unfinished(layer.sparsity, state.time)), None))
         else:
             _check_shared(layer, users[id(kernel)])
             weight = value(layer)

@@ -26,6 +26,7 @@ from nmjax.nnx.layer import Layer
 from nmjax.nnx.layers import back, layers, stacked, value
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
+from nmjax.oneshot.orders import FreeInputs
 from nmjax.oneshot.solvers import Solved, relative_error, sparsegpt
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.states import first
@@ -225,9 +226,26 @@ class Steps:
                         raise ValueError(f"prune: {path} is a stack. permute=True needs blocks in a list: scan=False.")
                     kernel, pattern = np.asarray(self.layers[path].kernel.get_value(), np.float64), self.patterns[path]
                     scores = np.square(kernel) * inputs[path].squares[:, None]
+                    makers = [f"{prefix}/{name}".lstrip("/") for name in free.made_by]
+                    self._check_free(free, path, len(scores), makers)
                     orders[path], of_outputs = free.orders(scores, pattern.n, pattern.m)
-                    moves |= {f"{prefix}/{name}".lstrip("/"): of_outputs for name in free.made_by}
+                    moves |= dict.fromkeys(makers, of_outputs)
         return orders, moves
+
+    def _check_free(self, free: FreeInputs, path: str, inputs: int, makers: list[str]) -> None:
+        """Refuse sizes that do not fit."""
+        size, m = inputs // (free.parts * free.uses), self.patterns[path].m
+        wrong = [one for one in makers if self.layers[one].kernel.shape[-1] != size * free.parts]
+        if wrong or inputs % (free.parts * free.uses):
+            raise ValueError(
+                f"prune: {free} of a layer of {inputs} inputs, {path}, needs layers of {inputs / free.uses:g} outputs "
+                f"in {free.parts} parts, and {' and '.join(wrong) or path} has others."
+            )
+        if size % m:
+            raise ValueError(
+                f"prune: permute=True orders the inputs of {path} in parts of {size}, which m={m} does not divide. "
+                "Leave it out, or choose another pattern."
+            )
 
     def run(self, number: int) -> None:
         """Compute the outputs of a block with the weights that it has now, if a later one is pruned."""

@@ -103,6 +103,10 @@ def along(
         partner = merging.merge(ctx.partner, operand.contract, p.facts.block * operand.runs)
         assert partner is not None
         ctx = ctx.replace(partner=partner.array)
+    if ctx.gradient is not None:
+        gradient = merging.merge(ctx.gradient, operand.contract, p.facts.block * operand.runs)
+        assert gradient is not None
+        ctx = ctx.replace(gradient=gradient.array)
     try:
         axes = Axes(others[-1] if others else None, space, apart, others)
         result = call(merged.array, merged.axis, ctx.replace(axes=axes))

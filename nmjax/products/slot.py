@@ -158,6 +158,10 @@ def _check_slot(slot: Slot) -> None:
         )
     if forward and p.facts.stochastic and not p.facts.noise_in_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
+    if forward and p.facts.reads_gradient and not p.facts.gradient_rule:
+        raise ValueError(
+            f"{slot}: it chooses by gradients, and autodiff gives dropped weights none. Write {slot.name}=ste({p})."
+        )
     if p.facts.needs_state and slot.name not in WEIGHT:
         raise ValueError(
             f"{slot}: {p} keeps state between steps, and only the slots of the weight can: y_w and dx_w. Write "
@@ -170,7 +174,7 @@ def slot_context(ctx: Ctx, name: str) -> Ctx:
     state, key = slot_state(ctx.state, name), None
     if ctx.key is not None:
         key = random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(name))
-    return Ctx(key, ctx.step, state, since=ctx.since, kernels=ctx.kernels)
+    return Ctx(key, ctx.step, state, since=ctx.since, gradient=ctx.gradient, kernels=ctx.kernels)
 
 
 def slot_state(state: Any, name: str) -> Any:

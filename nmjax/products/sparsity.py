@@ -177,7 +177,9 @@ class Sparsity(Value):
             states["y_w"] = _state(slot, rhs, forward, ctx, make)
         slot = self.slots["dx_w"]
         if slot.pruner.facts.has_state:
-            weight = rhs if slot.raw else self._used_forward(rhs, forward, ctx.replace(state=states or None))
+            weight = (
+                rhs if slot.raw else self._used_forward(rhs, forward, ctx.replace(state=states or None, gradient=None))
+            )
             states["dx_w"] = _state(slot, weight, backward, ctx, make)
         return states
 

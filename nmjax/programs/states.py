@@ -26,13 +26,14 @@ from nmjax.products.slot import SLOTS, WEIGHT, slot_context, slot_state
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
+from nmjax.pruners.by_gradient import unobserved
 
 UNFINISHED = 0.01  # exponential decay never reaches its end: less than this share of the norm counts as the end
 
 
-Unfinished = tuple[list[tuple[str, Pruner, int, float | None]], tuple[str, int | None]]
+Unfinished = tuple[list[tuple[str, Pruner, int, float | None]], tuple[str, int | None], str | None]
 """Of a weight: its path, its pruner, a step and its `distance` then, if it is compared; its path and the step at which
-the pruner of x is not final, see `inputs_unfinished`."""
+the pruner of x is not final, see `inputs_unfinished`; its path if its pruner reads gradients and has seen none."""
 
 
 class Origin(NamedTuple):
@@ -123,6 +124,18 @@ class WeightState:
             since = self.step if since is None else since
             state = _states(value, self.words, state, now[0], since, origin=self.origin.unnamed)
         return replace(self, time=jnp.array(jnp.broadcast_to(now, self.time.shape)), state=state)  # a buffer of its own
+
+    def observed(self, value: Any, gradient: Any) -> "WeightState":
+        """Return the state after the gradient of the weight at this step. Only pruners that read gradients change it.
+
+        Args:
+          value: The weight.
+          gradient: Its gradient, of the same shape.
+        """
+        if not reads_gradient(self.origin.sparsity):
+            return self
+        origin, step = self.origin.unnamed, self.step
+        return replace(self, state=_states(value, self.words, self.state, step, step, gradient, origin=origin))
 
     def renewed(self, value: Any) -> "WeightState":
         """Return the state with what the slots keep computed from the weight."""
@@ -237,9 +250,12 @@ class WeightState:
         """Return what `warn_unfinished` takes: how far the weight is from its final form, and what its inputs say."""
         path, sparsity = self.origin.parameter.path, self.origin.sparsity
         step, inputs = compared_at(sparsity.y_w, self.time), (path, inputs_unfinished(sparsity, self.time))
+        state = slot_state(self.state, "y_w")
+        known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(state))
+        blind = path if known and unobserved(sparsity.y_w, state) else None
         if step is None or isinstance(final, jax.core.Tracer):
-            return [], inputs
-        return [(path, sparsity.y_w, step, distance(self.now(value), final))], inputs
+            return [], inputs, blind
+        return [(path, sparsity.y_w, step, distance(self.now(value), final))], inputs, blind
 
 
 def context(words: Any, time: Any, state: Any) -> Ctx:
@@ -250,16 +266,20 @@ def context(words: Any, time: Any, state: Any) -> Ctx:
 
 # Compiled, so that divisions round as in a compiled program.
 @partial(jax.jit, static_argnames="origin")
-def _states(value: jax.Array, words: Any, state: Any, step: Any, since: Any, *, origin: Origin) -> Any:
+def _states(
+    value: jax.Array, words: Any, state: Any, step: Any, since: Any, gradient: Any = None, *, origin: Origin
+) -> Any:
     """Return state at a step, made from that of an earlier step; without that, new state."""
     operand = origin.operand
     axes = {"contract": operand.contract, "out": operand.other, "batch": operand.batch}
 
-    def one(w: jax.Array, words: Any, state: Any) -> Any:
+    def one(w: jax.Array, words: Any, state: Any, gradient: Any) -> Any:
         make: Callable[..., Any] = origin.sparsity.init if state is None else origin.sparsity.refresh
-        return make(w, **axes, ctx=Ctx(words, step, state, since=since, kernels=pruning_kernels("auto")))
+        ctx = Ctx(words, step, state, since=since, gradient=gradient, kernels=pruning_kernels("auto"))
+        return make(w, **axes, ctx=ctx)
 
-    return origin.parameter.apply(one, value, words, state)
+    gradient = None if gradient is None else origin.parameter.apply(lambda g: g, gradient)
+    return origin.parameter.apply(one, value, words, state, gradient)
 
 
 @partial(jax.jit, static_argnames="origin")
@@ -363,6 +383,11 @@ def has_state(sparsity: Sparsity) -> bool:
     return any(sparsity.slots[name].pruner.facts.has_state for name in WEIGHT)
 
 
+def reads_gradient(sparsity: Sparsity) -> bool:
+    """Return True if a layer chooses by the gradient of its weight."""
+    return any(sparsity.slots[name].pruner.facts.reads_gradient for name in WEIGHT)
+
+
 def needs_arrays(sparsity: Sparsity) -> bool:
     """Return True if a layer keeps the time, which tells when state was renewed, and perhaps words and state."""
     return needs_key(sparsity) or depends_on_step(sparsity) or has_state(sparsity)
@@ -463,7 +488,13 @@ def warn_unfinished(found: Iterable[Unfinished], stacklevel: int) -> None:
       stacklevel: As in `warnings.warn`.
     """
     found = list(found)
-    distances, inputs = [one for compared, _ in found for one in compared], [one for _, one in found]
+    distances, inputs = [one for compared, *_ in found for one in compared], [one for _, one, _ in found]
+    if blind := [path for *_, path in found if path is not None]:
+        warnings.warn(
+            f"harden: {_shown(blind)} is pruned by gradients, and has seen none, so that its mask is that of "
+            "magnitudes. Call observe with the gradients of each step.",
+            stacklevel=stacklevel,
+        )
     advice = "Harden after the schedules have ended. If they have, call set_step with the step of the training first."
     if unfinished := [(path, step) for path, step in inputs if step is not None]:
         warnings.warn(

@@ -301,6 +301,19 @@ class transform(Value):
         now, values = moment(step, micro), _known(params, state)
         return {path: weight_state.at(values[path], now) for path, weight_state in state.items()}
 
+    def observe(self, params: Any, state: Mapping[str, WeightState], gradients: Any) -> State:
+        """Return the sparsity state after the gradients of a step, by which some pruners choose weights.
+
+        They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step.
+
+        Args:
+          params: The tree of parameters.
+          state: What `init` or `set_step` returned.
+          gradients: The gradients of the parameters, a tree of the same structure.
+        """
+        values, given = _known(params, state), _known(gradients, state)
+        return {path: weight_state.observed(values[path], given[path]) for path, weight_state in state.items()}
+
     def harden(self, params: Params, state: Mapping[str, WeightState]) -> tuple[Params, State]:
         """Return the parameters in their final form, as inference uses them, and a state that prunes activations only.
 

@@ -4,6 +4,7 @@ A new pruner is one file here, and its name in this file: ``nmjax`` exports what
 knows it. A pruner outside this repository needs none of these: a text has it as ``module:name``.
 """
 
+from nmjax.pruners.by_gradient import fisher, movement, regrow, saliency
 from nmjax.pruners.combinators import chain, raw, rescale
 from nmjax.pruners.estimators import decay, sr_ste, ste
 from nmjax.pruners.float4 import fp4
@@ -11,7 +12,7 @@ from nmjax.pruners.float8 import fp8
 from nmjax.pruners.in_stages import stage, stages
 from nmjax.pruners.input_norms import ria, wanda
 from nmjax.pruners.joint_choices import pairs, shared
-from nmjax.pruners.magnitude import mse
+from nmjax.pruners.magnitude import mse, nonzeros
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.random_choice import uniform
 from nmjax.pruners.remembering import hold, permute
@@ -24,19 +25,24 @@ from nmjax.pruners.whole_rows import rows
 __all__ = [
     "chain",
     "decay",
+    "fisher",
     "fp4",
     "fp8",
     "hold",
     "identity",
+    "movement",
     "mse",
     "mvue",
     "mvue_approx",
+    "nonzeros",
     "pairs",
     "permute",
     "raw",
+    "regrow",
     "rescale",
     "ria",
     "rows",
+    "saliency",
     "shared",
     "soft",
     "sr_ste",

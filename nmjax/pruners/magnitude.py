@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from nmjax.core import groups
 from nmjax.core.bases import Grouped, Selector
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import KernelForm
+from nmjax.core.pruner import Facts, KernelForm
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +49,39 @@ class mse(Selector, Grouped):
 
     def _members(self, x: list[jax.Array], u: Any, state: Any, of: list[jax.Array] | None = None) -> list[jax.Array]:
         return largest(x, self.n, of)
+
+
+@dataclass(frozen=True, repr=False)
+class nonzeros(Grouped):
+    """Keep the non-zeros, at most n of every m. What is kept of a group that has more is NaN.
+
+    It says of an operand that it has zeros already, and changes no value. ``dw_g=rows(nonzeros(n, m))`` skips tokens
+    whose gradients are zero, such as padding, if at most n of every m consecutive tokens have others. m may be the
+    length to which each text is padded.
+
+    Args:
+      n: The most non-zeros of a group.
+      m: The size of a group.
+
+    Raises:
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``.
+
+    >>> nonzeros(2, 4)(jnp.array([0., 5., 0., -1., 0., 5., 1., -1.]))
+    Array([ 0.,  5.,  0., -1.,  0., nan, nan,  0.], dtype=float32)
+    """
+
+    reads_step = False
+
+    def describe(self) -> Facts:
+        return super().describe()._replace(keeps_zeros=True)
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        axis = groups.position(x.ndim, axis)
+        split = groups.split(x, axis, self.m)
+        fits = jnp.sum(split != 0, axis + 1, keepdims=True, dtype=jnp.int32) <= self.n
+        kept = jnp.where(fits, split, jnp.array(jnp.nan, x.dtype)).reshape(x.shape)
+        return jnp.where(groups.top(x, axis, self.n, self.m), kept, jnp.zeros((), x.dtype))
 
 
 def largest(x: list[jax.Array], n: Any, of: list[jax.Array] | None = None) -> list[jax.Array]:

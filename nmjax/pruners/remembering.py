@@ -20,7 +20,7 @@ from nmjax.pruners.input_norms import needs_norms
 class hold(Selector, SamePattern, Remembering):
     """Keep a mask for a number of steps.
 
-    The mask is state: `init` makes it, and `refresh` renews it.
+    The mask is state: `init` makes it, and `refresh` renews it. So is what a pruner that reads gradients keeps.
 
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
@@ -63,7 +63,7 @@ class hold(Selector, SamePattern, Remembering):
         return super().describe()._replace(stochastic=False)
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        kept = _state(self, ctx)
+        kept, _ = self._held(ctx)
         shape = getattr(kept, "shape", None)
         if shape != x.shape:
             raise ValueError(
@@ -72,11 +72,24 @@ class hold(Selector, SamePattern, Remembering):
             )
         return kept
 
-    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self.p.mask(x, axis, ctx.replace(state=self.p.init(x, axis, ctx)))
+    def _held(self, ctx: Ctx) -> tuple[Any, Any]:
+        """Return the mask, and the state of the part if it is kept."""
+        state = _state(self, ctx)
+        return tuple(state) if self.p.facts.reads_gradient else (state, None)
 
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return _renewed(self, ctx, lambda: self.init(x, axis, ctx.replace(state=None)))
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        inner = self.p.init(x, axis, ctx)
+        kept = self.p.mask(x, axis, ctx.replace(state=inner))
+        return (kept, inner) if self.p.facts.reads_gradient else kept
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        if not self.p.facts.reads_gradient:
+            return _renewed(self, ctx, lambda: self.init(x, axis, ctx.replace(state=None)))
+        kept, inner = self._held(ctx)
+        if ctx.gradient is not None:
+            return kept, self.p.refresh(x, axis, ctx.replace(state=inner))
+        new = lambda: self.p.mask(x, axis, ctx.replace(state=inner))
+        return _renewed(self, ctx.replace(state=kept), new), inner
 
     @property
     def final(self) -> Pruner:

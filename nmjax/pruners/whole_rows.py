@@ -165,6 +165,8 @@ def meaningless(p: Pruner, name: str) -> str | None:
         return f"{storage} rounds values, and norms are not rounded. Round after it: chain({name}(mse(2,4)),{storage})."
     if needs_norms(p):
         return f"{p} reads norms of the inputs, which {name} has not. {instead}"
+    if p.facts.reads_gradient:
+        return f"{p} reads gradients, and those of norms are not known. {instead}"
     if has_rows(p):
         return f"rows cannot stand inside {name}. {instead}"
     return None

@@ -96,6 +96,8 @@ def test_what_is_refused_or_odd():
         mask_scores(dense, ".*kernel", inputs)
     with pytest.raises(ValueError, match="mask_scores: no kernel of a registered layer has a path that matches 'none'"):
         mask_scores(dense, "none")
+    with pytest.raises(ValueError, match=r"mask_scores: '\(' is not a regular expression: "):
+        mask_scores(dense, "(")
     with pytest.raises(ValueError, match="mask_scores: m=3 does not divide the 8 inputs of layers/0/kernel"):
         mask_scores(dense, ".*kernel", m=3)
     with pytest.raises(ValueError, match="mask_scores: layers/0/nm_state prunes its weight at each step"):

@@ -156,13 +156,30 @@ def test_an_order_needs_modules_that_list_free_inputs():
         nm.nnx.prune(stack, BLOCKS, [jnp.zeros((4, 8), int)], permute=True)
 
 
-def test_free_inputs_that_name_no_layer_are_refused():
+WRONG_INPUTS = {
+    "free_inputs of blocks/0 names 'dwn', which is no layer of it": (nm.oneshot.FreeInputs("dwn", ("up",)), "ste(2,4)"),
+    r"of a layer of 8 inputs, blocks/0/down, needs layers of 4 outputs in 1 parts, and blocks/0/up has others": (
+        nm.oneshot.FreeInputs("down", ("up",), uses=2), "ste(2,4)"
+    ),
+    "of a layer of 8 inputs, blocks/0/down, needs layers of 8 outputs in 3 parts, and blocks/0/up has others": (
+        nm.oneshot.FreeInputs("down", ("up",), parts=3), "ste(2,4)"
+    ),
+    "permute=True orders the inputs of blocks/0/down in parts of 4, which m=8 does not divide": (
+        nm.oneshot.FreeInputs("down", ("up",), parts=2), "ste(4,8)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", WRONG_INPUTS)
+def test_free_inputs_that_do_not_fit_are_refused(said):
+    free, sparsity = WRONG_INPUTS[said]
+
     class Mlp(nnx.Module):
         def __init__(self):
             self.up, self.down = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1))
 
         def free_inputs(self):
-            return [nm.oneshot.FreeInputs("dwn", ("up",))]
+            return [free]
 
         def __call__(self, x):
             return self.down(nnx.relu(self.up(x)))
@@ -176,5 +193,5 @@ def test_free_inputs_that_name_no_layer_are_refused():
                 x = block(x)
             return x
 
-    with pytest.raises(ValueError, match="prune: free_inputs of blocks/0 names 'dwn', which is no layer of it"):
-        nm.nnx.prune(Net(), nm.Recipe({".*": "ste(2,4)"}), [jnp.ones((9, 4))], permute=True)
+    with pytest.raises(ValueError, match=said):
+        nm.nnx.prune(Net(), nm.Recipe({"blocks/0/down": sparsity, ".*": "dense"}), [jnp.ones((9, 4))], permute=True)

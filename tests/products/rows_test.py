@@ -84,6 +84,21 @@ def test_the_product_multiplies_fewer_rows(text):
     assert few[at] * m == dense[at] * n
 
 
+@pytest.mark.parametrize("backend", ["compact", "xla"])
+def test_padding_is_skipped_without_a_change_of_dw_and_more_rows_than_said_are_nan(backend):
+    x, w, g = normal(0, 4, 16, 8), normal(1, 8, 24), normal(2, 4, 16, 24)
+    lengths = jnp.array([12, 9, 0, 1])
+    whole = jnp.where(jnp.arange(16)[None, :, None] < lengths[:, None, None], g, 0)
+    dw = lambda text, g: jax.jit(
+        lambda x, w, g: products(
+            lambda x, w: nm.einsum("bti,io->bto", x, w, sparsity=nm.parse(text), backend=backend), x, w, g
+        )
+    )(x, w, g)
+    found, dense = dw("dw_g=rows(nonzeros(12,16))", whole), dw("dense", whole)
+    near(found, dense, bits=20)
+    assert jnp.isnan(dw("dw_g=rows(nonzeros(11,16))", whole)[2]).all()
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("text", ["dw_g=rows(mvue(1,4))", "dw_x=rows(mvue(2,4))", "dx_g=rows(mse(1,2))",
                                   "y_w=ste(rows(mse(1,2)))", "dw_g=rows(mvue(1,4),by='both')"])  # fmt: skip

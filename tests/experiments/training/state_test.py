@@ -9,7 +9,7 @@ from flax import nnx
 import nmjax as nm
 from experiments.training.state import State, reseeded
 from nmjax.nnx.layers import layers
-from tests.experiments.runs import as_people_run_it as as_people_run_it, shared
+from tests.experiments.runs import as_people_run_it as as_people_run_it, program, shared
 
 
 class Net(nnx.Module):
@@ -54,17 +54,36 @@ def test_a_state_with_the_noise_of_another_seed():
 
 @pytest.mark.slow
 def test_the_noise_of_each_layer_is_that_of_the_seed():
-    program = shared("configs/vit_24.py:smoke")
+    made = shared("configs/vit_24.py:smoke")
     found = []
     for seed in (0, 1):
-        state = program.init(jnp.uint32(seed))
-        model = nnx.merge(program.graph, state.params, state.rest)
+        state = made.init(jnp.uint32(seed))
+        model = nnx.merge(made.graph, state.params, state.rest)
         states = {layer.path: layer.state for layer in layers(model) if layer.state is not None}
         words = {path: state.words[...].ravel() for path, state in states.items() if state.words is not None}
-        alone = nm.nnx.sparsify(program.task.make(nnx.Rngs(0)), program.recipe, seed=jax.random.key(seed))
+        alone = nm.nnx.sparsify(made.task.make(nnx.Rngs(0)), made.recipe, seed=jax.random.key(seed))
         for layer in layers(alone):
             if layer.path in words:
                 np.testing.assert_array_equal(words[layer.path], layer.state.words[...].ravel())
         found += map(tuple, words.values())
     assert found
     assert len(set(map(tuple, np.asarray(found).tolist()))) == len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["configs/vit_24.py:smoke", "configs/gpt_24.py:smoke"])
+def test_a_step_gives_the_mean_gradient_of_its_micro_batches_to_pruners_that_choose_by_it(config):
+    """The scores of movement are minus the weight times that gradient, which the first step of SGD takes from it."""
+    text = "--config.sparsity.blocks=y_w=ste(movement(2,4))"
+    rate = ("--config.learning_rate.peak=1.0", "--config.learning_rate.warmup=0")
+    made = program(config, text, "--config.accumulate=2", "--config.optimizer=sgd()", "--config.clip=0.0", *rate)
+    first = by_path(made.init(jnp.uint32(0)).params)  # train donates its state
+    state = made.init(jnp.uint32(0))
+    state, figures = made.train(state, next(iter(made.task.feed(0, 0, made.mesh))))
+    scores = {path: v for path, v in by_path(state.rest).items() if path.endswith("/nm_state/state/y_w/0")}
+    assert len(scores) >= 4
+    for path, found in scores.items():
+        kernel = path.partition("/nm_state")[0] + "/kernel"
+        gradient = (first[kernel] - by_path(state.params)[kernel]) / figures["learning_rate"]
+        wanted = -first[kernel] * gradient
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * float(jnp.abs(wanted).max()), err_msg=path)

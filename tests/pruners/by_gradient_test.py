@@ -1,0 +1,182 @@
+"""Choices by gradients of the weight."""
+
+import itertools
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import nmjax as nm
+
+GOLDEN = Path(__file__).parents[1] / "checkpoints/golden"
+KINDS = {
+    "saliency(2,4,decay=0.5)": lambda w, g: np.abs(w * g),
+    "fisher(2,4,decay=0.5)": lambda w, g: (w * g) ** 2,
+    "movement(2,4,decay=0.5)": lambda w, g: -w * g,
+    "movement(2,4)": lambda w, g: -w * g,
+}
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def best(scores, n, m):
+    """Return by enumeration the mask of the n of every m, along axis 0, whose sum of scores is largest."""
+    kept = np.zeros(scores.shape, bool)
+    for i, j in np.ndindex(len(scores) // m, scores.shape[1]):
+        group = scores[i * m : (i + 1) * m, j]
+        chosen = max(itertools.combinations(range(m), n), key=lambda c: group[list(c)].sum())
+        kept[[i * m + c for c in chosen], j] = True
+    return kept
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_scores_are_sums_of_what_gradients_add_and_choose_the_largest(text):
+    p, decay = nm.parse_pruner(text), 0.5 if "decay" in text else 1.0
+    w, state, scores = drawn(0, 16, 6), None, np.zeros((16, 6))
+    state = p.init(w, 0)
+    np.testing.assert_array_equal(p.mask(w, 0, nm.Ctx(state=state)), best(np.abs(w), 2, 4))  # before the first one
+    for i in range(5):
+        w, g = w + 0.1 * drawn(9 + i, 16, 6), drawn(90 + i, 16, 6)
+        scores = decay * scores + KINDS[text](w.astype(np.float64), g)
+        state = p.refresh(w, 0, nm.Ctx(state=state, gradient=jnp.asarray(g)))
+        np.testing.assert_allclose(state[0], scores, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(p.mask(w, 0, nm.Ctx(state=state)), best(scores, 2, 4))
+    assert int(state[1]) == 5
+    assert p.refresh(w, 0, nm.Ctx(state=state)) is state  # without a gradient
+
+
+def exchanged(kept, w, g, n, m, k):
+    """Return the mask after one exchange, group by group, by sorting."""
+    result = np.zeros_like(kept)
+    for i, j in np.ndindex(len(kept) // m, kept.shape[1]):
+        at = range(i * m, (i + 1) * m)
+        stay = sorted((a for a in at if kept[a, j]), key=lambda a: -abs(w[a, j]))[: n - k]
+        grown = sorted((a for a in at if a not in stay), key=lambda a: -abs(g[a, j]))[:k]
+        result[[*stay, *grown], j] = True
+    return result
+
+
+@pytest.mark.parametrize(("n", "m", "k"), [(2, 4, 1), (2, 4, 2), (3, 8, 1), (1, 4, 1), (4, 16, 2)])
+def test_the_smallest_give_way_to_the_largest_gradients(n, m, k):
+    p, w = nm.regrow(n, m, every=3, until=9, k=k), drawn(1, 4 * m, 5)
+    state = p.init(w, 0)
+    kept = best(np.abs(w), n, m)
+    for step in range(13):
+        w, g = w + 0.1 * drawn(20 + step, *w.shape), drawn(50 + step, *w.shape)
+        if step in (3, 6):  # not at 0, and not from 9 on
+            kept = exchanged(kept, w, g, n, m, k)
+        state = p.refresh(w, 0, nm.Ctx(step=step, state=state, gradient=jnp.asarray(g)))
+        np.testing.assert_array_equal(state[0], kept, err_msg=str(step))
+    same = p.refresh(w, 0, nm.Ctx(step=3, state=state, gradient=jnp.zeros(w.shape)))
+    np.testing.assert_array_equal(same[0], kept)  # no gradient is larger than another
+
+
+def test_a_held_mask_follows_the_scores_when_it_is_due():
+    p, w = nm.hold(nm.saliency(1, 2), every=2), jnp.array([2.0, 1.0])
+    state, seen = p.init(w), []
+    for step in range(5):
+        state = p.refresh(w, ctx=nm.Ctx(step=step, state=state, since=max(step - 1, 0)))
+        seen.append(p.mask(w, ctx=nm.Ctx(state=state)).tolist())
+        state = p.refresh(w, ctx=nm.Ctx(step=step, state=state, since=step, gradient=jnp.array([0.0, 1.0])))
+    assert seen == [[True, False], [True, False], [False, True], [False, True], [False, True]]
+
+
+RECIPE = {".*": "y_w=ste(regrow(2,4,every=1)); dx_w=saliency(2,4)"}
+
+
+def test_all_doors_observe_alike():
+    x, kernel = drawn(3, 12, 8), drawn(4, 8, 4)
+    step = lambda f, w: jax.grad(lambda w: jnp.square(f(w)).sum())(w)
+    found = {}
+
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, use_bias=False, rngs=nnx.Rngs(0)), nm.Recipe(RECIPE))
+    model.kernel[...] = kernel
+    nm.nnx.reset_state(model)
+    for i in range(3):
+        nm.nnx.set_step(model, i)
+        gradients = nnx.grad(lambda model: jnp.square(model(x)).sum())(model)
+        nm.nnx.observe(model, gradients)
+    found["nnx"] = [
+        v[...].ravel() for v in jax.tree.leaves(model.nm_state.state, is_leaf=lambda v: hasattr(v, "get_value"))
+    ]
+
+    with nm.linen.sparsify(nm.Recipe(RECIPE)):
+        module = nn.Dense(4, use_bias=False)
+        variables = module.init(jax.random.key(0), x)
+        variables["params"]["kernel"] = jnp.asarray(kernel)
+        variables = nm.linen.reset_state(variables)
+        for i in range(3):
+            variables = nm.linen.set_step(variables, i)
+            call = lambda params, others=variables: module.apply({**others, "params": params}, x)
+            variables = nm.linen.observe(variables, step(call, variables["params"]))
+    found["linen"] = [jnp.ravel(v) for v in jax.tree.leaves(variables["nm"]["kernel"].state)]
+
+    sparse = nm.transform(lambda params, x: x @ params["kernel"], nm.Recipe({"kernel": RECIPE[".*"]}))
+    params = {"kernel": jnp.asarray(kernel)}
+    state = sparse.init(params, x)
+    for i in range(3):
+        state = sparse.set_step(params, state, i)
+        state = sparse.observe(params, state, step(partial(sparse, x=x, state=state), params))
+    found["transform"] = [jnp.ravel(v) for v in jax.tree.leaves(state["kernel"].state)]
+
+    counts = [int(v[0]) for v in found["nnx"] if v.shape == (1,)]
+    assert counts == [3, 3]
+    for other in ("linen", "transform"):
+        jax.tree.map(np.testing.assert_array_equal, found["nnx"], found[other])
+
+
+def test_a_stack_observes_like_its_layers():
+    recipe = nm.Recipe({"blocks/.*": "y_w=ste(regrow(2,4,every=1))", ".*": "dense"})
+    tokens, masks = np.random.default_rng(0).integers(0, 9, (4, 8)), {}
+    for scan in (False, True):
+        model = nm.nnx.sparsify(nm.checkpoints.load(GOLDEN / "gpt2", scan=scan), recipe)
+        loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
+        for i in range(2):
+            nm.nnx.set_step(model, i)
+            nm.nnx.observe(model, nnx.grad(loss)(model))
+        masks[scan] = nm.nnx.masks(model)["blocks"]
+    listed = [masks[False][i] for i in sorted(masks[False])]
+    alone = jax.tree.map(lambda *v: jnp.stack([jnp.asarray(one) for one in v]), *listed)
+    differ = jax.tree.map(lambda a, b: np.mean(np.asarray(a) != np.asarray(b)), alone, masks[True])
+    assert max(jax.tree.leaves(differ)) < 0.01, differ  # gradients whose last bits differ may order others
+
+
+def test_who_does_not_ask_is_left_alone():
+    recipe = nm.Recipe({".*": "fst(2,4)"})
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    nm.nnx.observe(model, {})
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"y_w=saliency\(2,4\): it chooses by gradients, and autodiff"):
+        nm.parse("y_w=saliency(2,4)")
+    with pytest.raises(ValueError, match=r"y_x=ste\(fisher\(2,4\)\).* keeps state between steps, and only the slots"):
+        nm.parse("y_x=ste(fisher(2,4))")
+    for text in ("rows(saliency(2,4))", "pairs(movement(2,4))"):
+        with pytest.raises(ValueError, match="reads gradients, and those of norms are not known"):
+            nm.parse_pruner(text)
+    with pytest.raises(ValueError, match=r"saliency\(2,4,decay=2.0\): decay is what is left of a score"):
+        nm.saliency(2, 4, 2.0)
+    with pytest.raises(ValueError, match="a group keeps 2 weights, so at most 2 can be exchanged"):
+        nm.regrow(2, 4, k=3)
+    with pytest.raises(ValueError, match="every, until and k are at least 1"):
+        nm.regrow(2, 4, until=0)
+    with pytest.raises(ValueError, match=r"holds an array of shape \(8,\), and the weight has shape \(4,\)"):
+        nm.saliency(2, 4).mask(jnp.ones(4), ctx=nm.Ctx(state=nm.saliency(2, 4).init(jnp.ones(8))))
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "y_w=ste(saliency(2,4))"}))
+    said = r"observe: kernel of shape \(8, 4\) is pruned by its gradient, .*, and gradients has "
+    with pytest.raises(ValueError, match=said + "none"):
+        nm.nnx.observe(model, {"bias": jnp.ones(4)})
+    with pytest.raises(ValueError, match=said + r"one of shape \(4, 8\)"):
+        nm.nnx.observe(model, {"kernel": jnp.ones((4, 8))})
+    with pytest.warns(UserWarning, match="harden: .*the model.* is pruned by gradients, and has seen none"):
+        nm.nnx.harden(model)
