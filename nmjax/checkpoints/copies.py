@@ -130,7 +130,7 @@ def base(v: Any) -> Any:
     """Return what holds the values of an array: the map of a file, or an array."""
     while isinstance(v, np.ndarray) and v.base is not None:
         v = v.base
-    return v
+    return v.obj if isinstance(v, memoryview) else v
 
 
 def release(held: Tensors, names: Sequence[str]) -> None:

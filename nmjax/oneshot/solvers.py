@@ -3,13 +3,15 @@
 They compute in float64 with NumPy, on the host.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from nmjax.pruners.input_norms import LEAST
 
-BLOCK = 128  # inputs that are pruned before all later inputs are updated
+BLOCK, PART = 128, 16  # inputs that are pruned before all later inputs, or those of their block, are updated
+CHUNK = 1 << 18  # values that are looked at together
 
 
 class Solved(NamedTuple):
@@ -48,7 +50,7 @@ def magnitude(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Sol
     [False, False, True, True]
     """
     w, moments = _checked(w, moments, n, m)
-    return _solved(w, largest(np.abs(w), n, m), moments, n, m)
+    return _solved(w, _mask(w, n, m, lambda rows: np.abs(w[rows])), moments, n, m)
 
 
 def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
@@ -63,7 +65,8 @@ def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
     [True, False, False, True]
     """
     w, moments = _checked(w, moments, n, m)
-    return _solved(w, largest(np.abs(w) * norms_of(moments), n, m), moments, n, m)
+    norms = norms_of(moments)
+    return _solved(w, _mask(w, n, m, lambda rows: np.abs(w[rows]) * norms[rows]), moments, n, m)
 
 
 def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float = 0.5) -> Solved:
@@ -80,10 +83,14 @@ def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float
     [False, False, True, True]
     """
     w, moments = _checked(w, moments, n, m)
-    size = np.abs(w)
-    tiny = np.finfo(np.float64).tiny
-    shares = size / np.maximum(size.sum(0, keepdims=True), tiny) + size / np.maximum(size.sum(1, keepdims=True), tiny)
-    return _solved(w, largest(shares * norms_of(moments) ** power, n, m), moments, n, m)
+    tiny, norms = np.finfo(np.float64).tiny, norms_of(moments) ** power
+    outputs = np.maximum(sum(np.abs(w[rows]).sum(0) for rows in _parts(w, m)), tiny)
+
+    def scores(rows: slice) -> np.ndarray:
+        size = np.abs(w[rows])
+        return (size / outputs + size / np.maximum(size.sum(1, keepdims=True), tiny)) * norms[rows]
+
+    return _solved(w, _mask(w, n, m, scores), moments, n, m)
 
 
 def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01) -> Solved:
@@ -114,17 +121,20 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
     # Row i is the first row of inv(damped[i:, i:]), divided by the root of its first entry.
     upper = _root_of_inverse(_damped(moments, damping))
     rest, weight, mask = w.copy(), np.zeros_like(w), np.zeros(w.shape, bool)
-    block = max(1, BLOCK // m) * m
+    block, part = (max(1, size // m) * m for size in (BLOCK, PART))
     for begin in range(0, inputs, block):
         end = min(begin + block, inputs)
         errors = np.zeros((end - begin, w.shape[1]))
-        for i in range(begin, end):
-            if i % m == 0:
-                group = rest[i : i + m] / np.diag(upper)[i : i + m, None]
-                mask[i : i + m] = largest(np.abs(group), n, m)
-            weight[i] = np.where(mask[i], rest[i], 0)
-            errors[i - begin] = (rest[i] - weight[i]) / upper[i, i]
-            rest[i:end] -= np.outer(upper[i, i:end], errors[i - begin])
+        for first in range(begin, end, part):
+            last = min(first + part, end)
+            for i in range(first, last):
+                if i % m == 0:
+                    group = rest[i : i + m] / np.diag(upper)[i : i + m, None]
+                    mask[i : i + m] = largest(np.abs(group), n, m)
+                weight[i] = np.where(mask[i], rest[i], 0)
+                errors[i - begin] = (rest[i] - weight[i]) / upper[i, i]
+                rest[i:last] -= np.outer(upper[i, i:last], errors[i - begin])
+            rest[last:end] -= upper[first:last, last:end].T @ errors[first - begin : last - begin]
         rest[end:] -= upper[begin:end, end:].T @ errors
     return _solved(weight, mask, moments, n, m, w)
 
@@ -197,6 +207,20 @@ def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.nda
     return w, moments
 
 
+def _parts(w: np.ndarray, m: int) -> Iterator[slice]:
+    """Yield slices of the inputs, in whole groups, whose values fit into a cache."""
+    step = max(1, CHUNK // (m * max(1, w.shape[1]))) * m
+    yield from (slice(i, i + step) for i in range(0, len(w), step))
+
+
+def _mask(w: np.ndarray, n: int, m: int, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
+    """Return the mask of the n largest scores of every m inputs, given a function of a slice of the inputs."""
+    mask = np.empty(w.shape, bool)
+    for rows in _parts(w, m):
+        mask[rows] = largest(scores(rows), n, m)
+    return mask
+
+
 def largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
     """Return the mask of the n largest of every m along the first axis. Of equal scores the first is kept."""
     groups = scores.reshape(-1, m, scores.shape[1])
@@ -264,7 +288,10 @@ def _solved(
       w: The dense weight; None if it is ``kept``.
     """
     w = kept if w is None else w
-    weight = np.where(mask, kept, 0)
-    by_magnitude = np.where(largest(np.abs(w), n, m), w, 0)
-    whole = _energy(w, moments) or 1.0
-    return Solved(weight, mask, _energy(w - weight, moments) / whole, _energy(w - by_magnitude, moments) / whole)
+    weight, sums = np.where(mask, kept, 0), np.zeros(3)
+    for rows in _parts(w, m) if moments.ndim == 1 else (slice(None),):
+        own, inputs = w[rows], moments[rows]
+        by_magnitude = np.where(largest(np.abs(own), n, m), own, 0)
+        sums += [_energy(v, inputs) for v in (own, own - weight[rows], own - by_magnitude)]
+    whole, error, of_magnitude = sums.tolist()
+    return Solved(weight, mask, error / (whole or 1.0), of_magnitude / (whole or 1.0))

@@ -14,7 +14,7 @@ import pytest
 
 import nmjax as nm
 from nmjax import checkpoints
-from nmjax.checkpoints import copies, streaming
+from nmjax.checkpoints import copies, streaming, tensors
 from nmjax.checkpoints.tensors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -436,3 +436,21 @@ def test_a_call_that_cannot_succeed_leaves_nothing(tmp_path):
         with pytest.raises(error, match="no more"):
             checkpoints.prune(source, tmp_path / "out", RECIPE, tokens(), failing)
         assert left() == found
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process its pages")
+def test_pages_of_files_are_let_go(tmp_path):
+    def pages():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+    nm.checkpoints.write(tmp_path / "a.safetensors", {"w": np.ones((1 << 24,), np.float32)})  # 67 MB
+    for writable in (False, True):
+        held = tensors.read(tmp_path, writable=writable)  # as a copy is opened
+        before = pages()
+        assert held["w"].sum() == 1 << 24
+        assert pages() - before > 60e6
+        copies.release(held, ["w"])
+        assert pages() - before < 7e6
+        assert held["w"].sum() == 1 << 24
+        copies.release(held, ["w"])
