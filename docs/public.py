@@ -35,7 +35,10 @@ ORDER = {
         "Prune arrays, products and functions": (
             "prune show einsum dot_general conv_general_dilated ragged_dot transform fused"
         ),
-        "Pruners": "mse nonzeros mvue mvue_approx uniform soft transposable rows pairs shared wanda ria saliency fisher movement regrow identity",
+        "Pruners": (
+            "mse nonzeros mvue mvue_approx uniform soft transposable rows pairs shared wanda ria saliency fisher "
+            "movement regrow identity"
+        ),
         "Gradient rules of weights": "ste sr_ste decay",
         "Pruners made of others": "raw rescale fp8 fp4 chain hold permute stages stage",
         "Schedules": "constant linear cosine exponential stairs optax_schedule",

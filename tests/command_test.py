@@ -533,7 +533,7 @@ def test_names_of_the_other_kind_are_told(dense, capsys, tmp_path):
     source, data = dense
     theirs, ours = r"encoder\.layer\..*", "blocks/.*"
     status, _, err = run(capsys, "prune", source, "--data", data, "--layers", theirs, "--out", tmp_path / "sparse")
-    assert (status, "The layers are: " in err, "; blocks/1/mlp/up; " in err) == (2, True, True)
+    assert (status, "matches no layer of the model, whose layers are blocks/" in err) == (2, True)
     status, _, err = run(capsys, "verify", source, "--every", ours)
     assert (status, f"such as {next(iter(checkpoints.read(source)))!r}, " in err) == (2, True)
 

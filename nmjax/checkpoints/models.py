@@ -71,11 +71,10 @@ def load(
     missing: h.0.attn.c_attn.bias,
     """
     about, classes = family_at(path, family), options.get("classes", 0)
-    make = architecture(path, family=about, **options)
     if classes and classes != about.options.get("classes") and (rngs is None or not about.head):
         advice = "Pass rngs=nnx.Rngs(0) for a new one." if about.head else "Leave out classes: its kind has no head."
         raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
-    read_ones = parameters(path, family=about, **options)
+    make, read_ones = architecture(path, family=about, **options), parameters(path, family=about, **options)
     with np.errstate(invalid="ignore"):  # of a signalling NaN
         return made_of(make, read_ones, nnx.Rngs(0) if rngs is None else rngs, jnp.asarray)
 

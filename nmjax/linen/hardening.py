@@ -20,7 +20,6 @@ from nmjax.programs.states import (
     WeightState,
     first,
     moment,
-    reads_gradient,
     stored_axes,
     warn_unfinished,
 )
@@ -57,7 +56,8 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
 def observe(variables: Variables, gradients: Any) -> Variables:
     """Return the variables after the gradients of a step, by which some pruners choose weights.
 
-    They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step.
+    They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step; of
+    micro-batches, with the mean of their gradients.
 
     Args:
       variables: As in `set_step`.
@@ -78,15 +78,10 @@ def observe(variables: Variables, gradients: Any) -> Variables:
     given, _ = leaves({"params": gradients})
 
     def renewed(layer: SparseWeight) -> tuple[WeightState, jax.Array]:
-        if not reads_gradient(layer.variable.sparsity):
-            return layer.state, layer.weight
         gradient = meta.unbox(given.get(layer.where))
-        if getattr(gradient, "shape", None) != layer.weight.shape:
-            raise ValueError(
-                f"observe: {layer.weight_path} of shape {layer.weight.shape} is pruned by its gradient, and gradients "
-                "has none of this shape. Pass those of variables['params']."
-            )
-        return layer.state.observed(layer.value, first(gradient, layer.variable.axes)), layer.weight
+        if gradient is not None and gradient.ndim == layer.weight.ndim:
+            gradient = first(gradient, layer.variable.axes)
+        return layer.state.observed(layer.value, gradient), layer.weight
 
     return _with_layers(variables, renewed)
 

@@ -250,25 +250,21 @@ def observe(model: Any, gradients: Any) -> None:
     [False, True, True, False]
     """
     given = {path(keys): v for keys, v in jax.tree_util.tree_leaves_with_path(gradients)}
+    first_path = {id(node): "/".join(map(str, keys)) for keys, node in nnx.iter_graph(model)}  # of a shared weight
     for layer, weight_state in _with_state(model):
-        if not states.reads_gradient(weight_state.sparsity):
-            continue
-        gradient = given.get(layer.kernel_path)
-        if gradient is None or gradient.shape != layer.kernel.shape:
-            found = "none" if gradient is None else f"one of shape {gradient.shape}"
-            raise ValueError(
-                f"observe: {layer.kernel_path} of shape {layer.kernel.shape} is pruned by its gradient, "
-                f"{weight_state.sparsity}, and gradients has {found}."
-            )
-        with jax.named_scope(weight_state.name):
-            store(layer, read(layer).observed(value(layer), states.first(gradient, layer.stack)))
+        if states.reads_gradient(weight_state.sparsity):
+            gradient = given.get(first_path[id(layer.kernel)])
+            if gradient is not None and gradient.ndim == layer.kernel.ndim:
+                gradient = states.first(gradient, layer.stack)
+            with jax.named_scope(weight_state.name):
+                store(layer, read(layer).observed(value(layer), gradient))
 
 
 def reset_state(model: Model) -> Model:
     """Recompute scales and held masks from the current weights.
 
     Call it after you load weights into a sparse model. The norms of inputs, for `wanda` and `ria`, are 1 again: call
-    `set_norms` afterwards.
+    `set_norms` afterwards. What pruners have seen of gradients is gone.
 
     Args:
       model: The model.

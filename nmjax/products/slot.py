@@ -37,7 +37,7 @@ from nmjax.core.context import Ctx
 from nmjax.core.paths import follow
 from nmjax.core.pruner import NormalForm, Pattern, Pruner
 from nmjax.core.value import told
-from nmjax.pruners import identity
+from nmjax.pruners import hold, identity, stages
 from nmjax.pruners.float4 import fp4
 from nmjax.pruners.float8 import fp8
 
@@ -158,15 +158,31 @@ def _check_slot(slot: Slot) -> None:
         )
     if forward and p.facts.stochastic and not p.facts.noise_in_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
-    if forward and p.facts.reads_gradient and not p.facts.gradient_rule:
+    if forward and (blind := _by_no_gradient(p)) is not None:
         raise ValueError(
-            f"{slot}: it chooses by gradients, and autodiff gives dropped weights none. Write {slot.name}=ste({p})."
+            f"{slot}: {blind} chooses by gradients, and autodiff gives dropped weights none. Write ste({blind})."
         )
+    if (frozen := _never_renewed(p)) is not None:
+        raise ValueError(f"{slot}: {frozen} never looks at the gradients by which it chooses. Write every=... too.")
     if p.facts.needs_state and slot.name not in WEIGHT:
         raise ValueError(
             f"{slot}: {p} keeps state between steps, and only the slots of the weight can: y_w and dx_w. Write "
             "a pruner without state here, such as mse(2,4)."
         )
+
+
+def _by_no_gradient(p: Pruner) -> Pruner | None:
+    """Return the pruner, or the row of stages, that reads gradients and has no gradient rule; None if none does."""
+    if isinstance(p, stages):
+        return next((found for row in p.parts if (found := _by_no_gradient(row)) is not None), None)
+    return p if p.facts.reads_gradient and not p.facts.gradient_rule else None
+
+
+def _never_renewed(p: Pruner) -> Pruner | None:
+    """Return the `hold` in a pruner that keeps a first mask of one that reads gradients; None if there is none."""
+    if isinstance(p, hold) and p.every is None and p.facts.reads_gradient:
+        return p
+    return next((found for part in p.parts if (found := _never_renewed(part)) is not None), None)
 
 
 def slot_context(ctx: Ctx, name: str) -> Ctx:

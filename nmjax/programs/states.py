@@ -24,7 +24,7 @@ from nmjax.kernels.targets import pruning_kernels
 from nmjax.products.pruning import Operand, along, pruned
 from nmjax.products.slot import SLOTS, WEIGHT, slot_context, slot_state
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Parameter
+from nmjax.programs.parameters import Parameter, moves
 from nmjax.pruners import identity
 from nmjax.pruners.by_gradient import unobserved
 
@@ -130,10 +130,19 @@ class WeightState:
 
         Args:
           value: The weight.
-          gradient: Its gradient, of the same shape.
+          gradient: Its gradient; None if there is none.
+
+        Raises:
+          ValueError: There is no gradient, or it has another shape.
         """
         if not reads_gradient(self.origin.sparsity):
             return self
+        if gradient is None or np.shape(gradient) != np.shape(value):
+            found = "none" if gradient is None else f"one of shape {np.shape(gradient)}"
+            raise ValueError(
+                f"observe: {self.origin.name} of shape {np.shape(value)} is pruned by its gradient, "
+                f"{self.origin.sparsity}, and gradients has {found}. Pass those of all parameters."
+            )
         origin, step = self.origin.unnamed, self.step
         return replace(self, state=_states(value, self.words, self.state, step, step, gradient, origin=origin))
 
@@ -252,7 +261,7 @@ class WeightState:
         step, inputs = compared_at(sparsity.y_w, self.time), (path, inputs_unfinished(sparsity, self.time))
         state = slot_state(self.state, "y_w")
         known = not any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(state))
-        blind = path if known and unobserved(sparsity.y_w, state) else None
+        blind = path if known and unobserved(sparsity.y_w.final, sparsity.y_w.final_state(state)) else None
         if step is None or isinstance(final, jax.core.Tracer):
             return [], inputs, blind
         return [(path, sparsity.y_w, step, distance(self.now(value), final))], inputs, blind
@@ -278,7 +287,9 @@ def _states(
         ctx = Ctx(words, step, state, since=since, gradient=gradient, kernels=pruning_kernels("auto"))
         return make(w, **axes, ctx=ctx)
 
-    gradient = None if gradient is None else origin.parameter.apply(lambda g: g, gradient)
+    if gradient is not None:
+        moved = origin.parameter._replace(steps=moves(origin.parameter.steps))  # in its own dtype
+        gradient = moved.apply(lambda g: g, gradient)
     return origin.parameter.apply(one, value, words, state, gradient)
 
 

@@ -304,15 +304,19 @@ class transform(Value):
     def observe(self, params: Any, state: Mapping[str, WeightState], gradients: Any) -> State:
         """Return the sparsity state after the gradients of a step, by which some pruners choose weights.
 
-        They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step.
+        They are `nmjax.saliency`, `movement`, `fisher` and `regrow`. Call it after the backward pass of each step; of
+        micro-batches, with the mean of their gradients.
 
         Args:
           params: The tree of parameters.
           state: What `init` or `set_step` returned.
-          gradients: The gradients of the parameters, a tree of the same structure.
+          gradients: The gradients of the parameters, a tree of the same paths.
+
+        Raises:
+          ValueError: There is no gradient of a weight whose pruner reads it, or it has another shape.
         """
-        values, given = _known(params, state), _known(gradients, state)
-        return {path: weight_state.observed(values[path], given[path]) for path, weight_state in state.items()}
+        values, given = _known(params, state), leaves(gradients)
+        return {path: weight_state.observed(values[path], given.get(path)) for path, weight_state in state.items()}
 
     def harden(self, params: Params, state: Mapping[str, WeightState]) -> tuple[Params, State]:
         """Return the parameters in their final form, as inference uses them, and a state that prunes activations only.

@@ -86,8 +86,9 @@ class hold(Selector, SamePattern, Remembering):
         if not self.p.facts.reads_gradient:
             return _renewed(self, ctx, lambda: self.init(x, axis, ctx.replace(state=None)))
         kept, inner = self._held(ctx)
+        inner = self.p.refresh(x, axis, ctx.replace(state=inner))
         if ctx.gradient is not None:
-            return kept, self.p.refresh(x, axis, ctx.replace(state=inner))
+            return kept, inner
         new = lambda: self.p.mask(x, axis, ctx.replace(state=inner))
         return _renewed(self, ctx.replace(state=kept), new), inner
 

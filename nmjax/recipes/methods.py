@@ -348,8 +348,8 @@ def slope(n: int = 2, m: int = 4) -> Sparsity:
     """Return SLoPe's masks: a random one of the weights that stays, and one along the outputs in dx.
 
     Paper: Mozaffari et al., "SLoPe: Double-Pruned Sparse Plus Lazy Low-Rank Adapter Pretraining ...", arXiv:2405.16325.
-    The second mask keeps the largest values of the first weights that the first mask leaves, and stays too. For the
-    paper's adapters, which are trained in the last percent of the steps, put `flax.nnx.LoRA` around the layers then.
+    The second mask keeps the largest values of the first weights that the first mask leaves, and stays too. The
+    paper's adapters, which are trained in the last percent of the steps, are modules around the layers.
 
     Args:
       n: Number of values kept in each group.

@@ -14,8 +14,8 @@ import pytest
 
 import nmjax as nm
 from nmjax import checkpoints
-from nmjax.checkpoints import copies, streaming, tensors
-from nmjax.checkpoints.tensors import CheckpointError
+from nmjax.checkpoints import copies, streaming
+from nmjax.checkpoints.tensors import CheckpointError, read
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = nm.Recipe((("blocks/.*", "ste(2,4)"), (".*", "dense")))
@@ -446,7 +446,7 @@ def test_pages_of_files_are_let_go(tmp_path):
 
     nm.checkpoints.write(tmp_path / "a.safetensors", {"w": np.ones((1 << 24,), np.float32)})  # 67 MB
     for writable in (False, True):
-        held = tensors.read(tmp_path, writable=writable)  # as a copy is opened
+        held = read(tmp_path, writable=writable)  # as a copy is opened
         before = pages()
         assert held["w"].sum() == 1 << 24
         assert pages() - before > 60e6

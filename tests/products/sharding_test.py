@@ -35,6 +35,7 @@ METHODS = {
     "sdgp": "sdgp(2,4,over='group')",
     "bdwp": "bdwp(2,4)",
     "transposable": "y_w=ste(transposable(2,4))",
+    "transposable 4:8": "y_w=ste(transposable(4,8))",
     "every slot": "y_x=ste(mse(2,4)); y_w=ste(mse(2,4)); dx_g=mvue(2,4); dx_w=raw(mse(2,4)); "
     "dw_g=mvue(2,4); dw_x=raw(mse(2,4))",
 }

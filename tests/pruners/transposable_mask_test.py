@@ -14,7 +14,7 @@ from nmjax.pruners import transposable_mask
 
 pytestmark = pytest.mark.sampled
 
-NM = [(2, 4), (1, 2), (1, 4), (2, 6), (2, 8), (4, 8), (8, 16), (16, 32)]
+NM = [(2, 4), (1, 2), (1, 4), (2, 6), (2, 8), (4, 8), (8, 16)]
 _MASK = jax.jit(lambda p, x, axis, axes: p.mask(x, axis, nm.Ctx(axes=axes)), static_argnums=(0, 2, 3))
 
 
@@ -79,7 +79,7 @@ def test_two_of_four_is_the_best_of_all_patterns(kind):
 
 
 @pytest.mark.parametrize(
-    ("n", "m", "dtype"), [*((*nm, np.float32) for nm in NM), (2, 4, jnp.bfloat16), (4, 8, jnp.bfloat16)]
+    ("n", "m", "dtype"), [*((*nm, np.float32) for nm in (*NM, (16, 32))), (2, 4, jnp.bfloat16), (4, 8, jnp.bfloat16)]
 )
 def test_n_of_m_both_ways_whatever_the_input(n, m, dtype):
     rng = np.random.default_rng(1)
@@ -157,7 +157,7 @@ def test_gap_to_the_optimum(n, m, count, kind):
     gap = 1 - value / best
     assert gap.min() > -1e-6
     assert gap.max() <= 0.02
-    assert gap.mean() <= 3e-4
+    assert gap.mean() <= 2e-4
 
 
 def test_gap_where_many_values_are_equal():
@@ -166,7 +166,19 @@ def test_gap_where_many_values_are_equal():
     value = (size * on_tiles(nm.transposable(2, 8), size)).sum((1, 2))
     gap = 1 - value / np.array([best_by_linear_programme(t, 2) for t in size])
     assert gap.min() > -1e-6
-    assert gap.mean() <= 3e-3
+    assert gap.mean() <= 6e-4
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 8), (1, 16), (4, 8)])
+def test_gap_where_rows_and_columns_have_sizes(n, m):
+    """The products of two vectors: without trades the mean gap would be 19 % at 1:16."""
+    rng = np.random.default_rng(3)
+    size = (rng.random((30, m, 1)) * rng.random((30, 1, m))).astype(np.float32)
+    value = (size * on_tiles(nm.transposable(n, m), size)).sum((1, 2))
+    gap = 1 - value / np.array([best_by_linear_programme(t.astype(np.float64), n) for t in size])
+    assert gap.min() > -1e-6
+    assert gap.mean() <= 0.01
+    assert gap.max() <= 0.1
 
 
 @pytest.mark.parametrize("m", [*range(2, 21), 32, 48])
@@ -175,7 +187,7 @@ def test_the_network_finds_any_two_neighbours_of_what_sorting_gives(m):
     words = np.arange(2**m) if m <= 12 else np.random.default_rng(m).integers(0, 2**62, 2000) % 2**m
     bits = (words[:, None] >> np.arange(m) & 1).astype(np.float32)
     bits = np.concatenate([bits, np.random.default_rng(0).normal(size=(50, m)).astype(np.float32)])
-    for n in {1, m // 2, m - 1}:
+    for n in range(1, m) if m <= 12 else (1, m // 8, m // 4, m // 2, m - 1):
         found = transposable_mask._largest(jnp.asarray(bits), 1, n)
         ordered = -np.sort(-bits, axis=1)
         np.testing.assert_array_equal(np.concatenate(found, 1), ordered[:, n - 1 : n + 1])
