@@ -2,18 +2,15 @@
 
 import itertools
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn, nnx
 
 import nmjax as nm
 
-GOLDEN = Path(__file__).parents[1] / "checkpoints/golden"
 KINDS = {
     "saliency(2,4,decay=0.5)": lambda w, g: np.abs(w * g),
     "fisher(2,4,decay=0.5)": lambda w, g: (w * g) ** 2,  # of which the state is the root
@@ -201,25 +198,6 @@ def test_all_doors_observe_alike():
     assert counts == [3, 3]
     for other in ("linen", "transform"):
         jax.tree.map(np.testing.assert_array_equal, found["nnx"], found[other])
-
-
-def test_a_stack_observes_like_its_layers():
-    recipe = nm.Recipe({"blocks/.*": "y_w=ste(regrow(2,4,every=1))", ".*": "dense"})
-    tokens, masks = np.random.default_rng(0).integers(0, 9, (4, 8)), {}
-    for scan in (False, True):
-        model = nm.nnx.sparsify(nm.checkpoints.load(GOLDEN / "gpt2", scan=scan), recipe)
-        loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
-        for i in range(2):
-            nm.nnx.set_step(model, i)
-            nm.nnx.observe(model, nnx.grad(loss)(model))
-            if i == 0:
-                begin = nm.nnx.masks(model)
-        assert max(map(float, nm.metrics.flip_rates(begin, nm.nnx.masks(model)).values())) > 0.1
-        masks[scan] = nm.nnx.masks(model)["blocks"]
-    listed = [masks[False][i] for i in sorted(masks[False])]
-    alone = jax.tree.map(lambda *v: jnp.stack([jnp.asarray(one) for one in v]), *listed)
-    differ = jax.tree.map(lambda a, b: np.mean(np.asarray(a) != np.asarray(b)), alone, masks[True])
-    assert max(jax.tree.leaves(differ)) < 0.01, differ  # gradients whose last bits differ may order others
 
 
 def test_who_does_not_ask_is_left_alone():
