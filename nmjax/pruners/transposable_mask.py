@@ -190,7 +190,7 @@ def _priced(a: jax.Array, n: int) -> jax.Array:
     a = turn(a)
     tied = a * _alone(_tie_breaker(m, a.dtype), a)  # repairs and trades do not see it
     step = lambda _, prices: _cut(tied - _cut(tied - prices, 1, n), 0, n)
-    keys = _keys(tied - lax.fori_loop(0, ROUNDS, step, jnp.zeros_like(a[:1])), 1)
+    keys = _keys(tied - lax.fori_loop(0, ROUNDS, step, jnp.zeros_like(a[:1])), circle=True)
     kept = keys >= _largest(keys, 1, n)[0]
     off = lambda kept: jnp.any(jnp.sum(kept, 0, dtype=jnp.int32) != n)
     kept = lax.while_loop(off, lambda kept: _repaired(a, kept, n), kept)
@@ -262,16 +262,18 @@ def _cut(x: jax.Array, axis: int, n: int) -> jax.Array:
     return fusion.compute_once((least + most) / 2)
 
 
-def _keys(x: jax.Array, axis: int) -> jax.Array:
-    """Return different integers along an axis, in the order of its values.
+def _keys(x: jax.Array, circle: bool = False) -> jax.Array:
+    """Return integers that differ in a row, in the order of its values.
 
-    The last bits of a value give way to its place. Of equal ones, row i prefers columns i, i + 1, ... in a circle.
+    The last bits of a value give way to its place. Of equal ones, row i prefers columns 0, 1, ..., or with ``circle``
+    columns i, i + 1, ... in a circle.
     """
-    kind, m = np.dtype(f"int{8 * x.dtype.itemsize}"), x.shape[axis]
+    kind, m = np.dtype(f"int{8 * x.dtype.itemsize}"), len(x)
     bits, last = lax.bitcast_convert_type(x, kind), _last_bits(m, kind)
     bits = jnp.where(bits < 0, bits ^ np.array(np.iinfo(kind).max, kind), bits)
     row, column = (lax.broadcasted_iota(kind, x.shape, a) for a in (0, 1))
-    return bits & ~last | np.array(m - 1, kind) - (column - row) % np.array(m, kind)
+    place = (column - row) % np.array(m, kind) if circle else column
+    return bits & ~last | np.array(m - 1, kind) - place
 
 
 def _last_bits(m: int, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -284,7 +286,7 @@ def _repaired(a: jax.Array, kept: jax.Array, n: int) -> jax.Array:
 
     Such a row exists while a column count is not n. At most n * (m - n) entries are in excess.
     """
-    keys, count = _keys(a, 1), jnp.sum(kept, 0, keepdims=True, dtype=jnp.int32)
+    keys, count = _keys(a), jnp.sum(kept, 0, keepdims=True, dtype=jnp.int32)
     most, least = np.iinfo(keys.dtype).max, np.iinfo(keys.dtype).min
     give = jnp.min(jnp.where(kept & (count > n), keys, most), 1, keepdims=True)
     take = jnp.max(jnp.where(~kept & (count < n), keys, least), 1, keepdims=True)
@@ -297,8 +299,8 @@ def _traded(a: jax.Array, kept: jax.Array, r: jax.Array) -> jax.Array:
     """Let rows i and r - i trade one column each if that gains. The pairs are disjoint, and m rounds try all pairs."""
     partner = lambda v: jnp.roll(jnp.flip(v, 0), r + 1, 0)  # row i of the result is row r - i
     theirs, difference = partner(kept), partner(a) - a
-    keys, least = _keys(difference, 1), np.iinfo(f"int{8 * a.dtype.itemsize}").min
-    others = _keys(-difference, 1)
+    keys, least = _keys(difference), np.iinfo(f"int{8 * a.dtype.itemsize}").min
+    others = _keys(-difference)  # both rows of a pair prefer the same columns, so that both take part in one trade
     give = jnp.max(jnp.where(kept & ~theirs, keys, least), 1, keepdims=True)
     take = jnp.max(jnp.where(theirs & ~kept, others, least), 1, keepdims=True)
     gains = (give > least) & (take > least) & (_value(give, a) + _value(take, a) > 0)

@@ -169,6 +169,13 @@ def test_gap_where_many_values_are_equal():
     assert gap.mean() <= 6e-4
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 8), (3, 8)])
+def test_rows_trade_the_same_columns_where_several_gain_alike(n, m):
+    rng = np.random.default_rng(3)
+    tiles = rng.integers(0, 3, (5000, m, m)) * rng.integers(1, 3, (5000, m, 1))
+    check_both_ways(on_tiles(nm.transposable(n, m), tiles.astype(np.float32)), n)
+
+
 @pytest.mark.parametrize(("n", "m"), [(1, 8), (1, 16), (4, 8)])
 def test_gap_where_rows_and_columns_have_sizes(n, m):
     """The products of two vectors: without trades the mean gap would be 19 % at 1:16."""
