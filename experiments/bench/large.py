@@ -40,6 +40,7 @@ import json, sys, time
 import jax.numpy as jnp
 import numpy as np
 import nmjax as nm
+from experiments.bench.measure import resident
 from nmjax.nnx import one_shot
 from nmjax.oneshot import solvers
 parts = []  # seconds of the calls of blocks, with statistics, and of factorisations
@@ -61,9 +62,7 @@ began = time.perf_counter()
 given = {} if method == "magnitude" else {"batches": batches, "solver": getattr(nm.oneshot, method)}
 nm.checkpoints.prune(source, target, recipe, progress=True, **given)
 seconds = time.perf_counter() - began
-with open("/proc/self/status") as lines:  # the ru_maxrss of a child begins at its parent's
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-print(json.dumps([seconds, sum(parts), peak]))
+print(json.dumps([seconds, sum(parts), resident("VmHWM")]))  # the ru_maxrss of a child begins at its parent's
 """
 
 

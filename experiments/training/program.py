@@ -27,6 +27,7 @@ from experiments.training import hardest, settings
 from experiments.training.pretrained import put
 from experiments.training.state import RUNS, State, averaged, part, stack
 from experiments.training.tasks import Task
+from nmjax.programs.states import reads_gradient
 
 FAST = ("packed", "compacted", "fp8")  # ways in which products may run
 
@@ -292,8 +293,7 @@ class Program:
 
     def _observed(self, params: Any, rest: Any, grads: Any) -> Any:
         """Return the `rest` after the gradients of a step, by which some pruners choose."""
-        pruners = (p for layer in self.plan.layers for p in (layer.sparsity.y_w, layer.sparsity.dx_w))
-        if not any(p.facts.reads_gradient for p in pruners):
+        if not any(reads_gradient(layer.sparsity) for layer in self.plan.layers):
             return rest
         model = nnx.merge(self.graph, params, rest, copy=True)
         nm.nnx.observe(model, grads)

@@ -72,6 +72,24 @@ class Remembering(Pruner):
     def describe(self) -> Facts:
         return super().describe()._replace(needs_state=True, has_state=True)
 
+    def given(self, ctx: Ctx) -> Any:
+        """Return the state of a call, or refuse a call without one."""
+        if ctx.state is None:
+            raise ValueError(
+                f"{self} keeps state between steps and was given none: pass as state what its init(x, axis) returns."
+            )
+        return ctx.state
+
+    def like(self, held: Any, x: jax.Array, what: str) -> jax.Array:
+        """Return an array of the state, or refuse one that is not of the shape of ``x``."""
+        shape = getattr(held, "shape", None)
+        if shape != x.shape:
+            raise ValueError(
+                f"{self} holds {what} of shape {shape}, but the array has shape {x.shape}. Pass as state what its "
+                "init(x, axis) returned for this array."
+            )
+        return held
+
     def final_state(self, state: Any) -> Any:
         return state
 

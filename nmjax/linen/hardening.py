@@ -15,14 +15,7 @@ from nmjax.linen.leaves import SparseWeight, leaves, sparse_weights
 from nmjax.linen.planning import other_uses, refused_use
 from nmjax.linen.variables import StateVariable
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.states import (
-    Unfinished,
-    WeightState,
-    first,
-    moment,
-    stored_axes,
-    warn_unfinished,
-)
+from nmjax.programs.states import Unfinished, WeightState, first, moment, stored_axes, warn_unfinished
 from nmjax.pruners import identity
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])

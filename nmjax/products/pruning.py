@@ -99,14 +99,11 @@ def along(
     space = tuple(axis for old in space_left(x.shape, p, operand) if (axis := merged.axes[old]) is not None)
     alone = (*operand.contract, *operand.batch)
     apart = tuple(axis for old in alone if (axis := merged.axes[old]) is not None and axis != merged.axis)
-    if ctx.partner is not None:
-        partner = merging.merge(ctx.partner, operand.contract, p.facts.block * operand.runs)
-        assert partner is not None
-        ctx = ctx.replace(partner=partner.array)
-    if ctx.gradient is not None:
-        gradient = merging.merge(ctx.gradient, operand.contract, p.facts.block * operand.runs)
-        assert gradient is not None
-        ctx = ctx.replace(gradient=gradient.array)
+    for name, beside in {"partner": ctx.partner, "gradient": ctx.gradient}.items():
+        if beside is not None:
+            also = merging.merge(beside, operand.contract, p.facts.block * operand.runs)
+            assert also is not None
+            ctx = ctx.replace(**{name: also.array})
     try:
         axes = Axes(others[-1] if others else None, space, apart, others)
         result = call(merged.array, merged.axis, ctx.replace(axes=axes))

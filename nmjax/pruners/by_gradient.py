@@ -54,16 +54,8 @@ class ByGradient(Selector, Grouped, Remembering):
 
     def array(self, x: jax.Array, ctx: Ctx) -> jax.Array:
         """Return the array of the state. Refuse a state that is not of this weight."""
-        if ctx.state is None:
-            raise ValueError(f"{self} keeps state between steps and was given none: pass what its init returns.")
-        held: Any = ctx.state[0] if isinstance(ctx.state, (tuple, list)) and len(ctx.state) == 2 else None
-        shape = getattr(held, "shape", None)
-        if shape != x.shape:
-            raise ValueError(
-                f"{self} holds an array of shape {shape}, and the weight has shape {x.shape}. Pass as state "
-                "what its init(x, axis) returned for this weight."
-            )
-        return held
+        state = self.given(ctx)
+        return self.like(state[0] if isinstance(state, (tuple, list)) and len(state) == 2 else None, x, "an array")
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         return self.first(x, axis), jnp.zeros((), jnp.int32)

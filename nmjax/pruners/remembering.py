@@ -63,18 +63,11 @@ class hold(Selector, SamePattern, Remembering):
         return super().describe()._replace(stochastic=False)
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        kept, _ = self._held(ctx)
-        shape = getattr(kept, "shape", None)
-        if shape != x.shape:
-            raise ValueError(
-                f"{self} holds a mask of shape {shape}, but the array has shape {x.shape}. Pass as state what its "
-                "init(x, axis) returned for this array."
-            )
-        return kept
+        return self.like(self._held(ctx)[0], x, "a mask")
 
     def _held(self, ctx: Ctx) -> tuple[Any, Any]:
         """Return the mask, and the state of the part if it is kept."""
-        state = _state(self, ctx)
+        state = self.given(ctx)
         return tuple(state) if self.p.facts.reads_gradient else (state, None)
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
@@ -150,7 +143,7 @@ class permute(Remembering):
 
     def _permuted(self, x: jax.Array, axis: int, ctx: Ctx, call: Callable[..., jax.Array]) -> jax.Array:
         """Call the part, or its mask, in the permuted order."""
-        order = _state(self, ctx)
+        order = self.given(ctx)
         if getattr(order, "shape", None) != (x.shape[axis],):
             shape = getattr(order, "shape", order)
             raise ValueError(
@@ -180,19 +173,11 @@ def _check_every(owner: hold | permute) -> None:
         raise ValueError(f"{owner}: every must be a number of steps, at least 1, or None to keep the first state.")
 
 
-def _state(owner: hold | permute, ctx: Ctx) -> Any:
-    if ctx.state is None:
-        raise ValueError(
-            f"{owner} keeps state between steps and was given none: pass as state what its init(x, axis) returns."
-        )
-    return ctx.state
-
-
 def _renewed(owner: hold | permute, ctx: Ctx, new: Callable[[], jax.Array]) -> jax.Array:
     """Return a new state at step 0 and if a multiple of ``every`` was reached since the last refresh, else the old."""
     if owner.every is None:
-        return _state(owner, ctx)
-    old, step, every = jnp.asarray(_state(owner, ctx)), jnp.asarray(ctx.step), np.int32(owner.every)
+        return owner.given(ctx)
+    old, step, every = jnp.asarray(owner.given(ctx)), jnp.asarray(ctx.step), np.int32(owner.every)
     crossed = lambda since: (step == 0) | (step // every > jnp.asarray(since) // every)
     due = step % every == 0 if ctx.since is None else crossed(ctx.since)
     return lax.cond(due, lambda: jnp.asarray(new(), old.dtype), lambda: old)

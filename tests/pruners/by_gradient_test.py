@@ -227,7 +227,7 @@ def test_refusals():
         nm.parse("y_w=ste(hold(saliency(2,4)))")
     with pytest.raises(ValueError, match="every, until and k are at least 1"):
         nm.regrow(2, 4, until=0)
-    with pytest.raises(ValueError, match=r"holds an array of shape \(8,\), and the weight has shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"holds an array of shape \(8,\), but the array has shape \(4,\)"):
         nm.saliency(2, 4).mask(jnp.ones(4), ctx=nm.Ctx(state=nm.saliency(2, 4).init(jnp.ones(8))))
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "y_w=ste(saliency(2,4))"}))
     said = r"observe: .* of shape \(8, 4\) is pruned by its gradient, .*, and gradients has "
